@@ -26,7 +26,7 @@ from omegaconf.errors import (
 )
 
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
-from medseg.errors import UserError
+from medseg.errors import UserError, first_line
 from medseg.knob import Knob, key_below
 from medseg.target_arguments import range_of
 from medseg.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
@@ -132,9 +132,7 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         # Classes are checked before references are resolved. A reference to an argument that the
         # class lacks cannot be resolved, and that error would hide that the class is not allowed.
         unresolved = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
-        given = unresolved.get("trusted_targets") or []
-        _check_form("trusted_targets", list[str], given)
-        trusted = list(map(str, given))  # YAML reads a prefix such as `1` as a number
+        trusted = _trusted_prefixes(composed)
         for point, key, node in list_nodes(unresolved):
             check_target(point, key, node, trusted)
     values = resolved(composed)
@@ -158,6 +156,22 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         checked = _checked_node(point, node, trusted, composed)
         setattr(config, point, checked)
     return typing.cast(T, config)
+
+
+def _trusted_prefixes(composed: DictConfig) -> list[str]:
+    """Resolve and check `trusted_targets` alone, before the references of other keys.
+
+    Raises:
+        UserError: If it is no list of single values, or refers to a key without a value.
+    """
+    try:
+        given = composed.get("trusted_targets") or []
+        if OmegaConf.is_config(given):
+            given = OmegaConf.to_container(given, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(_explain_reference("trusted_targets", first_line(error))) from error
+    _check_form("trusted_targets", list[str], given)
+    return list(map(str, given))  # YAML reads a prefix such as `1` as a number
 
 
 def _to_dataclass(values: dict[str, Any], schema: type) -> Any:

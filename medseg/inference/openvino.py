@@ -47,6 +47,8 @@ Run = Callable[[Tensor], Tensor]
 TOLERANCE = 1e-3
 # Multiples of the divisor (z, y, x), different on each axis, see `other_size`.
 OTHER_MULTIPLES = (2, 3, 4)
+# Mark in the information of an OpenVINO model whose logits were compared at another size.
+COMPARED = "medseg_compared"
 
 # A converted network is cached only if all its layers are from these packages. The name of the
 # cached file changes with their code, see `_cache_path`, but not with the code of other packages.
@@ -366,17 +368,21 @@ class _Compiled:
         # too: if memory runs out below, the next pass compiles again.
         self._compiled = None
         self._compiled_shape = ()
+        # A copy, which shares the weights: a model whose reshape failed takes no size any more.
+        model = self._model.clone()
         try:
-            self._model.reshape(openvino.PartialShape(list(shape)))
+            if shape[2:] != self._traits.small_size:
+                self._check_other_size()
+            model.reshape(openvino.PartialShape(list(shape)))
         # The trace of a network that reads its input size in Python, such as MONAI's SwinUNETR, has
-        # the sizes of the example as constants.
-        except RuntimeError as error:
-            raise self._unconvertible(error) from error
+        # the sizes of the example as constants. Networks raise errors of many classes.
+        except Exception as error:
+            raise self._unconvertible(error, "not at this size: ") from error
         options = {
             "INFERENCE_PRECISION_HINT": self._precision_hint,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         }
-        self._compiled = core().compile_model(self._model, "CPU", options)
+        self._compiled = core().compile_model(model, "CPU", options)
         self._compiled_shape = shape
 
     def _run(self, image: Tensor) -> Tensor:
@@ -406,7 +412,6 @@ class _Compiled:
                 return cached_model
         try:
             model = convert(Logits(self._network), self._in_channels, self._traits.small_size)
-            self._check_other_size(model)
         # The converter raises errors of many classes.
         except Exception as error:
             raise self._unconvertible(error) from error
@@ -414,32 +419,35 @@ class _Compiled:
             _write_cached(self._cached_path, model)
         return model
 
-    def _check_other_size(self, model: Any) -> None:
-        """Compare the logits of a converted network at another size than that of the conversion.
+    def _check_other_size(self) -> None:
+        """Compare the logits of the converted network at another size than that of the conversion.
 
-        Our UNet reads no size in Python, so it is not compared.
+        Our UNet reads no size in Python, so it is not compared. The model keeps a mark that it has
+        passed, also in the cache.
 
         Raises:
             ValueError: If the logits differ from those of torch.
             RuntimeError: If OpenVINO does not take the size.
         """
-        if self._traits.fixed_size or type(self._network) is UNet:
+        if type(self._network) is UNet or self._model.has_rt_info(COMPARED):
             return
         size = other_size(self._traits.divisor)
-        any_shape = model.inputs[0].get_partial_shape()
+        model = self._model.clone()
         model.reshape([1, self._in_channels, *size])
         difference = logits_difference(Logits(self._network), load(model), self._in_channels, size)
         if difference > TOLERANCE:
             raise ValueError(
                 f"its logits differ from those of torch by {difference:.2g} of the largest logit"
             )
-        model.reshape(any_shape)
+        self._model.set_rt_info("yes", COMPARED)
+        if self._cached_path is not None:
+            _write_cached(self._cached_path, self._model)
 
-    def _unconvertible(self, error: Exception) -> UserError:
-        """Make the error of a network that OpenVINO cannot run."""
+    def _unconvertible(self, error: Exception, where: str = "") -> UserError:
+        """Make the error of a network that OpenVINO cannot run; `where` limits its sentence."""
         return UserError(
             f"inference.backend=openvino: {type(self._network).__name__} cannot be converted "
-            f"({first_line(error)}); choose inference.backend=torch"
+            f"({where}{first_line(error)}); choose inference.backend=torch"
         )
 
 

@@ -261,8 +261,10 @@ def _optimiser_clashes(config: TrainConfig) -> Iterator[str]:
 
 def _side_clashes(config: TrainConfig) -> Iterator[str]:
     """Check the flips of a task that distinguishes left and right."""
+    # A run folder to resume keeps its flips: it may have begun when fewer names had sides.
+    names_run_folder = config.resume not in (None, "auto")
     flip_axes = config.augment.flip_axes
-    if not flip_axes or not config.task.has_sides:
+    if names_run_folder or not flip_axes or not config.task.has_sides:
         return
     # Axes are (z, y, x), and x runs from right to left.
     if 2 in flip_axes:

@@ -5,6 +5,7 @@ for long.
 """
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -238,9 +239,13 @@ def bounded_parts(num_tensors: int) -> Iterator[None]:
     """
     max_parts = MORE_PARTS + PARTS_PER_TENSOR * num_tensors
     num_parts = 0
+    thread = threading.get_ident()
 
     def count(*_: object) -> None:
         nonlocal num_parts
+        # The hooks are global: other threads may build networks of their own meanwhile.
+        if threading.get_ident() != thread:
+            return
         num_parts += 1
         if num_parts > max_parts:
             raise ValueError(

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from medseg.conf_folder import conf_dir
 from medseg.config import schema
-from medseg.config.check import explain, to_config
+from medseg.config.check import explain, to_config, to_typed
 from medseg.config.search import SearchConfig, SweepConfig
 from medseg.errors import UserError
 from medseg.knob import Knob
@@ -520,7 +520,8 @@ def test_an_unknown_choice_names_the_others_and_a_class_where_one_may_stand(
         ("seed", [1], "seed: one value is needed, but got [1]"),
         ("data.cases", {"a": 1}, "data.cases: one value is needed, but got {'a': 1}"),
         ("trusted_targets", 5, "trusted_targets: expected a list; give it in brackets"),
-        ("trusted_targets", "${x}", "trusted_targets: expected a list; give it in brackets"),
+        ("trusted_targets", "${name}", "trusted_targets: expected a list; give it in brackets"),
+        ("trusted_targets", "${x}", "trusted_targets: it refers to x, which has no value"),
         ("trusted_targets", [[1]], "trusted_targets.0: one value is needed, but got [1]"),
     ],
 )
@@ -532,6 +533,16 @@ def test_a_value_of_the_wrong_form_is_told_what_the_key_expects(
         OmegaConf.update(composed, key, value, merge=False)
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         to_config(composed, TrainConfig)
+
+
+@pytest.mark.parametrize("given", [["${oc.env:PKG}"], "${tags}"])
+def test_references_of_the_trusted_prefixes_are_resolved(
+    given: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PKG", "my_package.")
+    composed = compose("model._target_=my_package.Net", "tags=[my_package.]")
+    composed.trusted_targets = given
+    assert to_typed(composed, TrainConfig).trusted_targets == ["my_package."]
 
 
 def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:

@@ -494,6 +494,11 @@ REFUSED: list[tuple[str, Change, str]] = [
     ),
     # Flips, and keys of one stage.
     ("fine", {"augment.flip_axes": [0, 2]}, "swaps the sides that task=lungs distinguishes"),
+    (
+        "fine",
+        {"augment.flip_axes": [0, 2], "resume": "auto"},
+        "swaps the sides that task=lungs distinguishes",
+    ),
     ("fine", {"augment.flip_axes": [3]}, "augment.flip_axes: axes are 0 (z), 1 (y), 2 (x)"),
     ("fine", {"augment.flip_axes": [-1]}, "augment.flip_axes: axes are 0 (z), 1 (y), 2 (x)"),
     ("fine", {"task.labels": {"lung-Left": 1, "rest": 2}, "task.regions": regions(a=["rest"]),
@@ -695,6 +700,8 @@ ACCEPTED: list[tuple[str, Change]] = [
     ("fine", {"lr_scaling": LrScaling.sqrt}),
     ("fine", {"optimizer": PLAIN_SGD}),
     ("fine", {"augment.flip_axes": [0, 1]}),
+    ("fine", {"augment.flip_axes": [0, 2], "resume": "runs/earlier"}),
+    ("coarse", {"augment.flip_axes": [1], "resume": "runs/earlier"}),
     (
         "single",
         {

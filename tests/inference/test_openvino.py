@@ -255,6 +255,43 @@ def test_a_network_that_cannot_be_converted_runs_in_torch_where_nobody_asked(
 
 
 @needs_openvino
+def test_a_network_is_refused_only_at_other_sizes_than_the_one_that_it_was_converted_at() -> None:
+    network = make_odd(Sized)
+    image = torch.randn(1, 1, *network.traits.small_size)
+    with torch.inference_mode():
+        expected = network(image)
+        use_openvino(network, "fp32")
+        torch.testing.assert_close(network(image), expected, rtol=1e-3, atol=1e-3)
+        with pytest.raises(UserError, match=r"Sized cannot be converted \(not at this size: .*\);"):
+            network(torch.zeros(1, 1, 16, 16, 16))
+        # Still in OpenVINO.
+        torch.testing.assert_close(network(image), expected, rtol=1e-3, atol=1e-3)
+
+
+@needs_openvino
+def test_a_network_is_compared_once_for_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared_sizes = []
+
+    def difference(*arguments: Any) -> float:
+        compared_sizes.append(arguments[-1])
+        return 0.0
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    package = Other.__module__.partition(".")[0]
+    monkeypatch.setattr(backend, "KNOWN_PACKAGES", ("medseg", "torch", package))
+    monkeypatch.setattr(backend, "logits_difference", difference)
+    for length in (12, 16, 8, 16):  # first the small size
+        network = make_odd(Other)
+        use_openvino(network, "fp32", "a")
+        with torch.inference_mode():
+            network(torch.zeros(1, 1, length, length, length))
+        monkeypatch.setattr(backend, "convert", lambda *_: pytest.fail("converted again"))
+    assert compared_sizes == [(8, 12, 16)]
+
+
+@needs_openvino
 def test_a_size_that_cannot_be_compiled_does_not_affect_the_next_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

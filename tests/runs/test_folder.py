@@ -100,6 +100,20 @@ def test_a_run_of_one_stage_records_no_key_of_a_cascade(run_dir: Path, tmp_path:
     assert "coarse" in (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
 
 
+def test_a_run_with_flips_goes_on_though_its_labels_have_sides_by_now(tmp_path: Path) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose("stage=single", "task=heart", f"run_dir='{tmp_path / 'run'}'")
+    config.task.labels = {"Femur_L": 1, "Femur_R": 2}
+    config.task.regions = None
+    config.task.codes = None
+    config.task.volume_ml = None
+    config.augment.flip_axes = [1]
+    run_dir = open_run(config)
+    assert resume(run_dir).augment.flip_axes == [1]
+    with pytest.raises(UserError, match=r"augment\.flip_axes: \[1\] then, \[2\] now"):
+        resume(run_dir, "augment.flip_axes=[2]")
+
+
 @pytest.mark.parametrize("name", ["run_logs", "run.d", "run-2"])
 def test_a_logger_beside_a_moved_run_stays_where_it_is(run_dir: Path, name: str) -> None:
     beside = str(run_dir.with_name(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -60,3 +61,10 @@ def test_the_bound_on_parts_ends_with_its_block() -> None:
     nn.Sequential(*[nn.Identity()] * (max_parts + 1))
     with pytest.raises(ValueError, match=f"more than {max_parts} parts"), bounded_parts(1):
         nn.Sequential(*[nn.Identity()] * (max_parts + 1))
+
+
+def test_the_bound_on_parts_leaves_other_threads_alone() -> None:
+    max_parts = MORE_PARTS + PARTS_PER_TENSOR
+    with bounded_parts(1), ThreadPoolExecutor(1) as pool:
+        # `result` raises the error of the thread.
+        pool.submit(nn.Sequential, *[nn.Identity()] * (max_parts + 1)).result()
