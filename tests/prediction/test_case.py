@@ -261,7 +261,7 @@ def test_a_further_kind_of_file_leaves_the_earlier_ones_in_report_and_page(
     assert predict(folder, "save=[labels,preview]") == 0
     assert predict(folder, "save=[viewer]") == 0
     assert results(folder) == ["a.nii.gz", "a.html", "a.preview.png"]
-    page = (folder / "out" / "index.html").read_text()
+    page = (folder / "out" / "index.html").read_text(encoding="utf-8")
     assert "a.preview.png" in page
     assert "a.html" in page
     assert "earlier prediction" not in capsys.readouterr().err
