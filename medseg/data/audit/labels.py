@@ -389,25 +389,19 @@ def _audit_sides(
     findings = []
     lefts = [facts for facts in regions.values() if facts.region.side == "left"]
     rights = [facts for facts in regions.values() if facts.region.side == "right"]
-    paired: set[str] = set()
+    pairs = []
     for left, right in itertools.product(lefts, rights):
         if is_side_pair(left.region, right.region):
-            paired.update((left.region.name, right.region.name))
+            pairs.append((left, right))
+    paired_names = {facts.region.name for facts in itertools.chain.from_iterable(pairs)}
     for left, right in itertools.product(lefts, rights):
-        is_pair = is_side_pair(left.region, right.region)
-        # The left atrium may lie to the right of the right ventricle.
-        if is_pair or not paired.issuperset((left.region.name, right.region.name)):
+        # The left atrium may lie to the right of the right ventricle: two regions that both have a
+        # partner are compared only if they are the partners.
+        have_partners = paired_names.issuperset((left.region.name, right.region.name))
+        if not have_partners or is_side_pair(left.region, right.region):
             findings += _compare_sides(left, right, position)
-        if is_pair:
-            contact_mm2 = _contact_mm2(labels, grid, task, left, right)
-            if contact_mm2 >= TOUCHING_CM2 * 100:
-                finding = make_finding(
-                    "touching_regions",
-                    left=left.region.name,
-                    right=right.region.name,
-                    area=contact_mm2 / 100,
-                )
-                findings.append(finding)
+    for left, right in pairs:
+        findings += _audit_contact(labels, grid, task, left, right)
     # With regions on both sides, the sides were compared above.
     if image_hu is None or (lefts and rights):
         return findings
@@ -416,6 +410,17 @@ def _audit_sides(
         if off_mm > SIDE_SHARE * width_mm:
             findings.append(make_finding("doubtful_side", region=facts.region.name, off_mm=off_mm))
     return findings
+
+
+def _audit_contact(
+    labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFacts, right: RegionFacts
+) -> list[Finding]:
+    """Report a left and a right region of one organ that touch over a large area."""
+    contact_mm2 = _contact_mm2(labels, grid, task, left, right)
+    if contact_mm2 < TOUCHING_CM2 * 100:
+        return []
+    names = {"left": left.region.name, "right": right.region.name}
+    return [make_finding("touching_regions", **names, area=contact_mm2 / 100)]
 
 
 def _compare_sides(left: RegionFacts, right: RegionFacts, position: str) -> list[Finding]:
@@ -450,7 +455,8 @@ def _audit_paired_labels(labels: np.ndarray, grid: VoxelGrid, task: Task) -> lis
     sided_labels = []
     for name, sides in sides_in_names(task.labels).items():
         if len(sides) == 1:
-            sided_labels.append(Region(name, (name,), *sides))
+            (side,) = sides
+            sided_labels.append(Region(name, (name,), side))
     pairs = side_pairs(replace(task, regions=tuple(sided_labels)))
     if not pairs:
         return []
