@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medseg.errors import UserError, first_line
+from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_bytes
 from medseg.io.calibration import Circumstances, measure_until, read_calibration, write_calibration
@@ -377,6 +377,9 @@ class _Compiled:
         # The trace of a network that reads its input size in Python, such as MONAI's SwinUNETR, has
         # the sizes of the example as constants. Networks raise errors of many classes.
         except Exception as error:
+            # Full memory is no failure of the conversion: a pass that needs less may follow.
+            if is_out_of_memory(error):
+                raise
             raise self._unconvertible(error, "not at this size: ") from error
         options = {
             "INFERENCE_PRECISION_HINT": self._precision_hint,
@@ -414,6 +417,8 @@ class _Compiled:
             model = convert(Logits(self._network), self._in_channels, self._traits.small_size)
         # The converter raises errors of many classes.
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise self._unconvertible(error) from error
         if self._cached_path is not None:
             _write_cached(self._cached_path, model)

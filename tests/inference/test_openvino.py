@@ -292,6 +292,21 @@ def test_a_network_is_compared_once_for_its_checkpoint(
 
 
 @needs_openvino
+@pytest.mark.parametrize("step", ["convert", "logits_difference"])
+def test_full_memory_is_no_failure_of_the_conversion(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(backend, step, fail)
+    network = make_odd(Other)
+    use_openvino(network, "fp32", is_required=True)
+    with torch.inference_mode(), pytest.raises(MemoryError):
+        network(torch.zeros(1, 1, 16, 16, 16))
+
+
+@needs_openvino
 def test_a_size_that_cannot_be_compiled_does_not_affect_the_next_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
