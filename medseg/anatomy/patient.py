@@ -32,9 +32,8 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     sizes = (1, 1 + 2 * round(EROSION_MM / y_mm), 1 + 2 * round(EROSION_MM / x_mm))
     patient = _thick_pieces(is_soft, sizes)
     is_beyond = np.zeros(is_soft.shape, dtype=bool)
-    # All pixels of a slice, (2, H * W).
-    y, x = np.indices(is_soft.shape[1:]).reshape(2, -1)
-    pixels_mm = np.stack([y * y_mm, x * x_mm])
+    height, width = is_soft.shape[1:]
+    y_centres_mm, x_centres_mm = np.arange(height) * y_mm, np.arange(width) * x_mm
     for z in np.flatnonzero(patient.any(axis=(1, 2))):
         outline = _outline_points(patient[z])
         if outline is None:
@@ -45,12 +44,15 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
             hull_sides = ConvexHull(outline * (y_mm, x_mm)).equations
         except QhullError:  # a single line of voxels
             continue
-        distances_mm = hull_sides[:, :2] @ pixels_mm  # (sides, H * W)
-        distances_mm += hull_sides[:, 2:]
+        # Sums of a part for each row and one for each column of pixels. A matrix product of such
+        # narrow matrices takes several times the processor time, spent on waiting threads.
+        row_parts_mm = np.multiply.outer(hull_sides[:, 0], y_centres_mm)  # (sides, H)
+        column_parts_mm = np.multiply.outer(hull_sides[:, 1], x_centres_mm)  # (sides, W)
+        column_parts_mm += hull_sides[:, 2:]
+        distances_mm = row_parts_mm[:, :, np.newaxis] + column_parts_mm[:, np.newaxis]
         # A pixel is outside if it is beyond any side. The erosion has made the patient smaller,
         # and a voxel reaches beyond its centre.
-        is_outside = distances_mm.max(axis=0) > EROSION_MM + max(y_mm, x_mm)
-        is_beyond[z] = is_outside.reshape(is_beyond.shape[1:])
+        is_beyond[z] = distances_mm.max(axis=0) > EROSION_MM + max(y_mm, x_mm)
     # Each voxel of the full image takes the value of the nearest voxel that was read.
     nearest = []
     for size, stride, num_read in zip(image_hu.shape, strides, is_soft.shape, strict=True):
