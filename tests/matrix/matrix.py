@@ -108,16 +108,19 @@ RANKS = {"ddp": ["trainer=ddp"]}
 OUTCOME = "trains, resumes, predicts"
 PAGE = """# Networks, stages, losses and switches together
 
-    make matrix
+    make matrix      # in a checkout: trains all rows, writes this page and matrix/rows.csv
 
-Every pair of values from two different columns below, except the refused pairs at the end,
-occurs in at least one of {num_rows} small trainings of two steps ([each row](matrix/rows.csv));
-the last {num_rank_rows} use several ranks. Each row trains; a run that is stopped after the first
-step and resumed ends with the same weights, bit for bit; and its checkpoint predicts.
-`tests/matrix` checks the rows of one rank in the slow tests. The stage `patches` is the fine stage
-on patches of 32×32×32 voxels.
+**{num_passed} of {num_rows} rows train, resume and predict.** A row is a small training of two
+steps with one value of each column below. Every pair of values of two columns occurs in at least
+one row ([all rows](matrix/rows.csv)), except the refused pairs at the end. The last
+{num_rank_rows} rows run as several processes. `patches` is the fine stage on patches of 32×32×32
+voxels.
 
-**{num_passed} of {num_rows} rows train, resume and predict.**
+For each row `make matrix` checks that
+
+* it trains;
+* a run that is stopped after the first step and resumed ends with the same weights, bit for bit;
+* its checkpoint predicts.
 
 {factors}
 ## Refused
