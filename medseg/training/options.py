@@ -152,8 +152,8 @@ class TrainConfig:
     init_from: Annotated[
         Text,
         Knob(
-            "Initial weights (fine-tuning): checkpoint, .safetensors, or model folder of nnU-Net, "
-            "see docs/nnunet.md."
+            "Initial weights (fine-tuning): checkpoint, .safetensors, or model folder of nnU-Net "
+            "(docs/finetune_nnunet.md)."
         ),
     ]
     ema_decay: Annotated[
