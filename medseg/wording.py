@@ -62,3 +62,15 @@ def _can_show(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def format_ml(volume_ml: float) -> str:
+    """Format a volume in ml; one below 10 ml, as of a small lesion, with two digits.
+
+    Example:
+        >>> [format_ml(volume_ml) for volume_ml in (0.0, 0.312, 9.96, 1762.25)]
+        ['0', '0.31', '10', '1762']
+    """
+    if volume_ml < 10:
+        return f"{volume_ml:.2g}"
+    return f"{volume_ml:.0f}"

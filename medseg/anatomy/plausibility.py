@@ -12,6 +12,7 @@ from medseg.anatomy.rules import AIRLESS_HU, AIRY_HU, MAX_OTHER_SIDE, MAX_VOLUME
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
 from medseg.task import Region, Task
+from medseg.wording import format_ml
 
 # Medians are computed from every third voxel along each axis, which is exact enough.
 MEDIAN_STEP = 3
@@ -193,12 +194,9 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
         # A missing organ has no volume to judge.
         is_small = 0 < volume_ml < low_ml and not touches_border(labels, values)
         if is_small or volume_ml > high_ml:
-            number = f"{volume_ml:.0f}"
-            if volume_ml < 10:
-                number = f"{volume_ml:.2g}"  # 0.3 ml would be written as 0
             warnings.append(
-                f"{name} has {number} ml, but {low_ml:g} to {high_ml:g} ml are plausible: "
-                "check the spacing of the scan and the result"
+                f"{name} has {format_ml(volume_ml)} ml, but {low_ml:g} to {high_ml:g} ml are "
+                "plausible: check the spacing of the scan and the result"
             )
     return warnings
 

@@ -17,7 +17,7 @@ from medseg.prediction.batch import BatchCase, Observer
 from medseg.prediction.case_report import report_path
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
-from medseg.wording import first_few
+from medseg.wording import first_few, format_ml
 
 # Largest number of files that the line of a case names if there is no label map.
 MAX_FILES = 3
@@ -143,7 +143,7 @@ def _print_outcome(case: BatchCase) -> None:
         print(f"{_results_of(case)}: finished before, skipped", flush=True)
     elif case.report is not None:
         volumes_ml = case.report["volume_ml"]
-        volumes = ", ".join(f"{name} {volume_ml:.0f} ml" for name, volume_ml in volumes_ml.items())
+        volumes = ", ".join(f"{name} {format_ml(ml)} ml" for name, ml in volumes_ml.items())
         total_s = case.report["durations_s"]["total"]
         print(f"{_results_of(case)}: {volumes}, {total_s:.1f} s", flush=True)
 

@@ -23,6 +23,7 @@ from medseg.preprocess.intensity import normalise, percentile
 from medseg.report.audit_pictures import CaseView, Slice, audit_pictures, cut_slices
 from medseg.task import Channel, LabelValues, Task
 from medseg.task_options import make_task
+from medseg.wording import format_ml
 
 
 def prepare(config: PrepareConfig) -> int:
@@ -122,7 +123,7 @@ def audit_text(audit: CaseAudit) -> str:
     """Format size, spacing and volumes in one line."""
     shape = "×".join(map(str, audit.grid.shape))
     spacing = "×".join(f"{mm:.3g}" for mm in audit.grid.spacing_mm)
-    volumes = [f"{name} {volume_ml:.0f} ml" for name, volume_ml in audit.volumes_ml.items()]
+    volumes = [f"{name} {format_ml(volume_ml)} ml" for name, volume_ml in audit.volumes_ml.items()]
     return ", ".join([f"{shape} at {spacing} mm", *volumes])
 
 

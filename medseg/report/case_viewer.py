@@ -19,6 +19,7 @@ from medseg.metrics.hu_statistics import ScanStatistics
 from medseg.preprocess.orient import orient, orientation_of
 from medseg.report.overlay import colour_of
 from medseg.task import Task
+from medseg.wording import format_ml
 
 if TYPE_CHECKING:  # this module imports Jinja2, which takes 10 MiB of memory
     from medseg.report.viewer import ViewerVolumes
@@ -187,16 +188,6 @@ def structures_of(task: Task) -> list[Structure]:
         colour = task.colours.get(name) or colour_of(number)
         structures.append(Structure(name, value, colour, task.codes.get(name, ())))
     return structures
-
-
-def format_ml(volume_ml: float) -> str:
-    """Format a volume in ml; one below 10 ml, as of a small lesion, with two digits.
-
-    Example:
-        >>> [format_ml(volume_ml) for volume_ml in (0.0, 0.312, 9.96, 1762.25)]
-        ['0', '0.31', '10', '1762']
-    """
-    return f"{volume_ml:.2g}" if volume_ml < 10 else f"{volume_ml:.0f}"
 
 
 def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from medseg.io.atomic import replace_text
 from medseg.io.label_table import Structure
+from medseg.wording import format_ml
 
 # Status of a scan in `summary.csv` to its words, the worst status first: scans are sorted in this
 # order.
@@ -128,7 +129,6 @@ def write_contact_sheet(path: Path, cards: Sequence[Card], structures: Sequence[
         UserError: If the file cannot be written.
     """
     # Imported here, since Jinja2 takes 10 MiB of memory.
-    from medseg.report.case_viewer import format_ml
     from medseg.report.html import render_page
 
     num_by_status = Counter(card.status_words for card in cards)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from medseg import __version__
-from medseg.commands import cli, entry, evaluate, export, find_lr, predict, train
+from medseg.commands import cli, entry, evaluate, export, find_lr, predict, prepare, train
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig, ExportConfig, FindLrConfig
@@ -573,6 +573,27 @@ class Bars:
             for bar in self.progress.tasks
             if bar.visible
         ]
+
+
+def test_a_small_lesion_is_not_printed_as_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "a.nii.gz"
+    report = {"volume_ml": {"lesion": 0.312, "liver": 1500.4}, "durations_s": {"total": 2.0}}
+    case: Any = SimpleNamespace(
+        scan=SimpleNamespace(name="a", path=tmp_path),
+        output=output,
+        result_paths=[output],
+        messages=[],
+        is_skipped=False,
+        report=report,
+    )
+    predict._print_outcome(case)
+    assert capsys.readouterr().out == f"{output}: lesion 0.31 ml, liver 1500 ml, 2.0 s\n"
+    # `prepare` formats the volumes of a reference in the same way.
+    grid = SimpleNamespace(shape=(2, 3, 4), spacing_mm=(1.0, 1.0, 1.0))
+    audit: Any = SimpleNamespace(grid=grid, volumes_ml=report["volume_ml"])
+    assert prepare.audit_text(audit) == "2×3×4 at 1×1×1 mm, lesion 0.31 ml, liver 1500 ml"
 
 
 def test_bars_show_the_case_of_a_batch_its_step_and_a_slow_reading_of_headers(
