@@ -96,7 +96,7 @@ RULES = (
         "read_spacing_mm",
         READ_SPACING_MM,
         "mm",
-        "the outline reads finer volumes at about this spacing",
+        "the outline of the patient is found at about this spacing, if the scan is finer",
         "choice, to save time",
     ),
     Rule(
@@ -133,7 +133,7 @@ RULES = (
         MAX_GAS_SHARE,
         "share",
         "a component is gas if more of it lies below `task.least_hu`",
-        "half: its median lies below",
+        "at 0.5, the median of the component decides",
     ),
     Rule(
         "max_unseen_share",
@@ -161,8 +161,8 @@ RULES = (
         "min_doubtful_share",
         MIN_DOUBTFUL_SHARE,
         "share",
-        "with less than usual agreement, a region below this share of its least plausible volume "
-        "is absent",
+        "a region is absent if its agreement is below `usual_agreement` and its volume below this "
+        "share of the least plausible one",
         _COHORT,
         33,
     ),
@@ -193,7 +193,7 @@ RULES = (
         "open_share",
         OPEN_SHARE,
         "share",
-        "a plane lies beyond the skin if no more of it is denser than air",
+        "a plane lies beyond the skin if at most this share of it is denser than air",
         _COHORT,
         33,
     ),
@@ -201,7 +201,7 @@ RULES = (
         "max_wall_mm",
         MAX_WALL_MM,
         "mm",
-        "largest distance from skin to region, with a breast or an arm",
+        "half a chest: a lone region is on the other side if the skin there is no farther",
         _COHORT,
         33,
     ),
@@ -252,22 +252,22 @@ RULES = (
         "upside_down_excess",
         UPSIDE_DOWN_EXCESS,
         "share",
-        "labelled lungs are upside down if the filled share of the upper ends, minus that of the "
-        "lower ends, is below this",
-        "upper ends fill 0.60 to 0.81 of their rectangle, lower ends 0.18 to 0.51",
+        "the end of a lung fills a share of its bounding rectangle; lungs are upside down if this "
+        "share of the upper ends minus that of the lower ends is smaller",
+        "upper ends fill 0.60 to 0.81, lower ends 0.18 to 0.51",
     ),
     Rule(
         "far_factor",
         FAR_FACTOR,
         "ratio",
-        "a volume above this times its upper limit is an error of the header",
+        "a volume above its upper limit times this is an error of the header",
         _CHOSEN,
     ),
     Rule(
         "tiny_factor",
         TINY_FACTOR,
         "ratio",
-        "a volume below its lower limit over this is an error of the header",
+        "a volume below its lower limit divided by this is an error of the header",
         "a newborn's lung, some 45 ml, is a tenth of the least of an adult",
     ),
     Rule(
