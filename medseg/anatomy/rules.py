@@ -155,7 +155,7 @@ RULES = (
         MIN_AGREEMENT,
         "Dice",
         "a region with less agreement is absent",
-        "61 regions: the three below were no lung",
+        "of 61 regions three had less; none was a lung",
     ),
     Rule(
         "min_doubtful_share",
@@ -170,7 +170,7 @@ RULES = (
         "max_other_side",
         MAX_OTHER_SIDE,
         "share",
-        "more probability of the other side causes a warning",
+        "probability of the other side in a region, over that of both; above this, a warning",
         "whole scans reach 0.3 %",
         30,
     ),
@@ -201,7 +201,7 @@ RULES = (
         "max_wall_mm",
         MAX_WALL_MM,
         "mm",
-        "half a chest: a lone region is on the other side if the skin there is no farther",
+        "half a chest: a lone region causes a warning if the opposite skin is at most this far",
         _COHORT,
         33,
     ),
@@ -244,16 +244,16 @@ RULES = (
         "spine_share",
         SPINE_SHARE,
         "share",
-        "the body is turned if fewer slices are denser at the back",
-        "1.0, with contrast agent in the heart 0.48 to 0.70",
+        "share of the slices with more bone at the back; below this the body is turned",
+        "measured 1.0; with contrast agent in the heart 0.48 to 0.70",
         11,
     ),
     Rule(
         "upside_down_excess",
         UPSIDE_DOWN_EXCESS,
         "share",
-        "the end of a lung fills a share of its bounding rectangle; lungs are upside down if this "
-        "share of the upper ends minus that of the lower ends is smaller",
+        "share of its bounding rectangle that the upper end of a lung fills, minus that of the "
+        "lower end; below this the lungs are upside down",
         "upper ends fill 0.60 to 0.81, lower ends 0.18 to 0.51",
     ),
     Rule(
