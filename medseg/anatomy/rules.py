@@ -74,7 +74,7 @@ class Rule:
 
 # Sources of several rules.
 _CHOSEN = "choice"
-_COHORT = "33 scans and their parts, three folds"
+_COHORT = "33 scans and pieces of them, cross-validation"
 
 RULES = (
     Rule("soft_tissue_hu", SOFT_TISSUE_HU, "HU", "denser voxels may be the patient", _CHOSEN),
@@ -148,7 +148,7 @@ RULES = (
         USUAL_AGREEMENT,
         "Dice",
         "less agreement of the two stages causes a warning",
-        "61 regions of scans and their parts, three folds",
+        "61 regions in scans and pieces of them, cross-validation",
     ),
     Rule(
         "min_agreement",
@@ -162,7 +162,7 @@ RULES = (
         MIN_DOUBTFUL_SHARE,
         "share",
         "a region is absent if its agreement is below `usual_agreement` and its volume below this "
-        "share of the least plausible one",
+        "share of the smallest plausible volume",
         _COHORT,
         33,
     ),
@@ -170,7 +170,7 @@ RULES = (
         "max_other_side",
         MAX_OTHER_SIDE,
         "share",
-        "probability of the other side in a region, over that of both; above this, a warning",
+        "a warning if the other side has more of the probability of both sides in a region",
         "whole scans reach 0.3 %",
         30,
     ),
@@ -201,7 +201,7 @@ RULES = (
         "max_wall_mm",
         MAX_WALL_MM,
         "mm",
-        "half a chest: a lone region causes a warning if the opposite skin is at most this far",
+        "in half a chest, a warning for a lone region at most this far from the skin",
         _COHORT,
         33,
     ),
@@ -252,8 +252,8 @@ RULES = (
         "upside_down_excess",
         UPSIDE_DOWN_EXCESS,
         "share",
-        "share of its bounding rectangle that the upper end of a lung fills, minus that of the "
-        "lower end; below this the lungs are upside down",
+        "each end of a lung fills a share of its bounding rectangle; the lungs are upside down if "
+        "the upper share minus the lower one is below this",
         "upper ends fill 0.60 to 0.81, lower ends 0.18 to 0.51",
     ),
     Rule(
@@ -268,7 +268,7 @@ RULES = (
         TINY_FACTOR,
         "ratio",
         "a volume below its lower limit divided by this is an error of the header",
-        "a newborn's lung, some 45 ml, is a tenth of the least of an adult",
+        "a newborn's lung, some 45 ml, is a tenth of the smallest of an adult",
     ),
     Rule(
         "extent_mm",
