@@ -74,7 +74,7 @@ class Rule:
 
 # Sources of several rules.
 _CHOSEN = "choice"
-_COHORT = "33 scans and pieces of them, cross-validation"
+_COHORT = "cross-validation"
 
 RULES = (
     Rule("soft_tissue_hu", SOFT_TISSUE_HU, "HU", "denser voxels may be the patient", _CHOSEN),
@@ -133,7 +133,7 @@ RULES = (
         MAX_GAS_SHARE,
         "share",
         "a component is gas if more of it lies below `task.least_hu`",
-        "at 0.5, the median of the component decides",
+        "0.5: its median is below `task.least_hu`",
     ),
     Rule(
         "max_unseen_share",
@@ -148,7 +148,7 @@ RULES = (
         USUAL_AGREEMENT,
         "Dice",
         "less agreement of the two stages causes a warning",
-        "61 regions in scans and pieces of them, cross-validation",
+        "cross-validation, 61 regions",
     ),
     Rule(
         "min_agreement",
@@ -170,7 +170,7 @@ RULES = (
         "max_other_side",
         MAX_OTHER_SIDE,
         "share",
-        "a warning if the other side has more of the probability of both sides in a region",
+        "probability of the other side in a region, divided by that of both; a warning above this",
         "whole scans reach 0.3 %",
         30,
     ),
@@ -201,7 +201,8 @@ RULES = (
         "max_wall_mm",
         MAX_WALL_MM,
         "mm",
-        "in half a chest, a warning for a lone region at most this far from the skin",
+        "the scan cuts the body where a lone region should be: a warning if the other side's skin is "
+        "at most this far from the region",
         _COHORT,
         33,
     ),
@@ -252,8 +253,8 @@ RULES = (
         "upside_down_excess",
         UPSIDE_DOWN_EXCESS,
         "share",
-        "each end of a lung fills a share of its bounding rectangle; the lungs are upside down if "
-        "the upper share minus the lower one is below this",
+        "an end of a lung fills a share of its bounding rectangle, usually the upper end more; upside "
+        "down if upper minus lower share is below this",
         "upper ends fill 0.60 to 0.81, lower ends 0.18 to 0.51",
     ),
     Rule(
