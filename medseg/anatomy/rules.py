@@ -201,8 +201,8 @@ RULES = (
         "max_wall_mm",
         MAX_WALL_MM,
         "mm",
-        "the scan cuts the body where a lone region should be: a warning if the other side's skin is "
-        "at most this far from the region",
+        "the scan cuts the body where a lone region should be: a warning if the other side's skin "
+        "is at most this far from the region",
         _COHORT,
         33,
     ),
@@ -253,8 +253,8 @@ RULES = (
         "upside_down_excess",
         UPSIDE_DOWN_EXCESS,
         "share",
-        "an end of a lung fills a share of its bounding rectangle, usually the upper end more; upside "
-        "down if upper minus lower share is below this",
+        "an end of a lung fills a share of its bounding rectangle, usually the upper end more; "
+        "upside down if upper minus lower share is below this",
         "upper ends fill 0.60 to 0.81, lower ends 0.18 to 0.51",
     ),
     Rule(
