@@ -103,8 +103,8 @@ RULES = (
         "max_beyond_share",
         MAX_BEYOND_SHARE,
         "share",
-        "a component is no organ if more of it lies beyond the outline",
-        "of 59 lungs at most 10 % of one lies beyond",
+        "a component is no organ if more of it lies beyond the outline of the patient",
+        "of each of 59 lungs at most 10 % lies beyond",
         33,
     ),
     Rule(
@@ -133,7 +133,7 @@ RULES = (
         MAX_GAS_SHARE,
         "share",
         "a component is gas if more of it lies below `task.least_hu`",
-        "0.5: its median is below `task.least_hu`",
+        "more than half below means a median below",
     ),
     Rule(
         "max_unseen_share",
@@ -155,7 +155,7 @@ RULES = (
         MIN_AGREEMENT,
         "Dice",
         "a region with less agreement is absent",
-        "of 61 regions three had less; none was a lung",
+        "three of 61 regions had less; none of the three was a lung",
     ),
     Rule(
         "min_doubtful_share",
@@ -170,7 +170,8 @@ RULES = (
         "max_other_side",
         MAX_OTHER_SIDE,
         "share",
-        "probability of the other side in a region, divided by that of both; a warning above this",
+        "in a region the coarse stage gives a share of the probability to the other side; a "
+        "warning above this",
         "whole scans reach 0.3 %",
         30,
     ),
@@ -201,8 +202,8 @@ RULES = (
         "max_wall_mm",
         MAX_WALL_MM,
         "mm",
-        "the scan cuts the body where a lone region should be: a warning if the other side's skin "
-        "is at most this far from the region",
+        "one side of a pair is found, and the scan cuts the body on this side; a warning if the "
+        "skin of the other side is at most this far from the region",
         _COHORT,
         33,
     ),
@@ -210,8 +211,8 @@ RULES = (
         "side_share",
         SIDE_SHARE,
         "share",
-        "a lone labelled region lies on the other side if its centre is beyond the body's midline "
-        "by more than this share of the body's width",
+        "labels of one side only; doubtful if their centre is beyond the body's midline by more "
+        "than this share of the body's width",
         _CHOSEN,
     ),
     Rule(
@@ -253,22 +254,22 @@ RULES = (
         "upside_down_excess",
         UPSIDE_DOWN_EXCESS,
         "share",
-        "an end of a lung fills a share of its bounding rectangle, usually the upper end more; "
-        "upside down if upper minus lower share is below this",
+        "each end of a lung fills a share of its bounding rectangle; `prepare` warns of upside "
+        "down if the upper share minus the lower share is below this",
         "upper ends fill 0.60 to 0.81, lower ends 0.18 to 0.51",
     ),
     Rule(
         "far_factor",
         FAR_FACTOR,
         "ratio",
-        "a volume above its upper limit times this is an error of the header",
+        "a volume larger than this times its upper limit is an error of the header",
         _CHOSEN,
     ),
     Rule(
         "tiny_factor",
         TINY_FACTOR,
         "ratio",
-        "a volume below its lower limit divided by this is an error of the header",
+        "a volume smaller than its lower limit divided by this is an error of the header",
         "a newborn's lung, some 45 ml, is a tenth of the smallest of an adult",
     ),
     Rule(
