@@ -110,9 +110,9 @@ PAGE = """# Networks, stages, losses and switches together
 
     make matrix      # in a checkout: trains all rows, writes this page and matrix/rows.csv
 
-**{num_passed} of {num_rows} rows train, resume and predict.** A row is a small training of two
-steps with one value of each column below. Every pair of values of two columns occurs in at least
-one row ([all rows](matrix/rows.csv)), except the refused pairs at the end. The last
+**{num_passed} of {num_rows} small trainings passed.** Each has two steps, and is a row of
+[`rows.csv`](matrix/rows.csv). A row has one value of each setting below. Every pair of values of
+two settings occurs in at least one row, except the refused pairs at the end. The last
 {num_rank_rows} rows run as several processes. `patches` is the fine stage on patches of 32×32×32
 voxels.
 
@@ -289,7 +289,7 @@ def main() -> None:
 def write_page(page: Path, lines: Sequence[Mapping[str, str | int]]) -> None:
     """Write the page, and its rows into `<page without suffix>/rows.csv`."""
     factors = [
-        {"column": factor, "values": ", ".join(f"`{value}`" for value in values)}
+        {"setting": factor, "values": ", ".join(f"`{value}`" for value in values)}
         for factor, values in FACTORS.items()
     ]
     refused = [

@@ -52,7 +52,7 @@ def test_the_page_counts_the_rows_of_the_file_beside_it(tmp_path: Path) -> None:
     page = tmp_path / "matrix.md"
     write_page(page, lines)
     text = page.read_text(encoding="utf-8")
-    assert "**1 of 2 rows train, resume and predict.**" in text
+    assert "**1 of 2 small trainings passed.**" in text
     assert "The last 1 rows run as several processes." in " ".join(text.split())
     rows = read_csv(tmp_path / "matrix" / "rows.csv")
     assert [row[OUTCOME] for row in rows] == ["yes", "FAILS: UserError: no"]
