@@ -133,7 +133,7 @@ RULES = (
         MAX_GAS_SHARE,
         "share",
         "a component is gas if more of it lies below `task.least_hu`",
-        "more than half below means a median below",
+        "half: its median is then below this limit",
     ),
     Rule(
         "max_unseen_share",
@@ -202,8 +202,8 @@ RULES = (
         "max_wall_mm",
         MAX_WALL_MM,
         "mm",
-        "one side of a pair is found, and the scan cuts the body on this side; a warning if the "
-        "skin of the other side is at most this far from the region",
+        "only one lung is found, and the scan is cut on its side: a warning if the skin on the "
+        "opposite side is at most this far from it",
         _COHORT,
         33,
     ),
@@ -211,8 +211,8 @@ RULES = (
         "side_share",
         SIDE_SHARE,
         "share",
-        "labels of one side only; doubtful if their centre is beyond the body's midline by more "
-        "than this share of the body's width",
+        "a reference has labels of one side only: the side is doubtful if their centre lies beyond "
+        "the body's midline by more than this share of the body's width",
         _CHOSEN,
     ),
     Rule(
@@ -270,7 +270,7 @@ RULES = (
         TINY_FACTOR,
         "ratio",
         "a volume smaller than its lower limit divided by this is an error of the header",
-        "a newborn's lung, some 45 ml, is a tenth of the smallest of an adult",
+        "500 ml / 12 = 42 ml; a newborn's lung has some 45 ml",
     ),
     Rule(
         "extent_mm",
