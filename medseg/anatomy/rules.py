@@ -202,8 +202,8 @@ RULES = (
         "max_wall_mm",
         MAX_WALL_MM,
         "mm",
-        "only one lung is found, and the scan is cut on its side: a warning if the skin on the "
-        "opposite side is at most this far from it",
+        "only one lung is found, and the scan is cut where its chest wall should be: a warning if "
+        "the skin on the opposite side is at most this far from this lung",
         _COHORT,
         33,
     ),
