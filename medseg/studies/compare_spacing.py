@@ -6,7 +6,7 @@ a `Strategy`.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -55,6 +55,7 @@ from medseg.studies.train_arguments import (
     check_names,
     compose_train,
     folder_name,
+    key_of,
     merge_arguments,
 )
 from medseg.training.network import find_divisor
@@ -113,6 +114,8 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     """
     output = Path(config.output).absolute()
     arguments = arguments_for_train(HydraConfig.get().overrides.task, CompareSpacingConfig)
+    for sentence in unused_arguments(config, arguments):
+        say(sentence)
     # Compose all rows first, so that a mistake in any row is found before a training.
     rows = {name: stages_of(name, config, arguments, output / "runs") for name in config.rows}
     # The folders of the rows are siblings of the folder `runs`.
@@ -158,6 +161,24 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         if strategy.failure or strategy.missing:
             return EXIT_FAILED
     return 0
+
+
+def unused_arguments(config: CompareSpacingConfig, common: Sequence[str]) -> Iterator[str]:
+    """Name the arguments of all rows that the arguments of one stage replace.
+
+    Args:
+        config: Has the arguments of each stage, by default some for the fine stage.
+        common: Arguments that all rows share.
+    """
+    for stage in STAGES:
+        stage_keys = {key_of(argument) for argument in getattr(config.stages, stage)}
+        for argument in common:
+            key = key_of(argument)
+            if key in stage_keys:
+                yield (
+                    f"{argument} has no effect on the {stage} stage: stages.{stage} sets {key}; "
+                    "change it there"
+                )
 
 
 def stages_of(

@@ -63,6 +63,17 @@ def test_a_row_that_train_would_refuse_is_named_before_anything_runs() -> None:
         stages_of(compose("stages.fine=['stage.patch_size=[12,96,96]']"), "anisotropic", [])
 
 
+def test_an_argument_that_the_list_of_a_stage_replaces_is_told() -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose()
+    # The list of the fine stage sets patches and tiles by default.
+    sentences = app.unused_arguments(config, ["stage.patch_size=[64,64,64]", "model.width=4"])
+    assert list(sentences) == [
+        "stage.patch_size=[64,64,64] has no effect on the fine stage: stages.fine sets "
+        "stage.patch_size; change it there"
+    ]
+
+
 def test_whole_inputs_are_counted_as_the_stages_take_them() -> None:
     grid = VoxelGrid((40, 100, 120), (5.0, 1.0, 1.0))
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
