@@ -63,6 +63,7 @@ class Scan(NamedTuple):
             headers of a study, or from the columns of a case table.
         refusal: Message that says why it cannot be predicted; "" if it can.
         archive: Archive that it was unpacked from; None for a scan that lies where it was.
+        choice_warning: What the report warns of in the choice of the series; "" for nothing.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Scan(NamedTuple):
     identity: Identity = UNKNOWN
     refusal: str = ""
     archive: Archive | None = None
+    choice_warning: str = ""
 
     @property
     def place(self) -> str:
