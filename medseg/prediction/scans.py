@@ -429,13 +429,13 @@ def _scan_of_divided(case: StudyCase, source: Path, taken_names: set[str]) -> Sc
     files: list[Path] = []
     for part in case.parts:
         files += part.study.files
+    choice = parse_series(case.scan.series)
+    series = case.scan.series
+    # A choice of another patient or study stays as it is, so that the reader refuses the case.
+    if any(map(choice.is_scope_of, case.series)):
+        series = choice.within(case.study.scope)
     # The path holds other studies too, so `series` and `files` are restricted to this one.
-    return case.scan._replace(
-        name=name,
-        path=path,
-        series=parse_series(case.scan.series).within(case.study.scope),
-        files=tuple(files),
-    )
+    return case.scan._replace(name=name, path=path, series=series, files=tuple(files))
 
 
 def may_hold_studies(scan: Scan) -> bool:
