@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigKeyError,
@@ -423,6 +424,8 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
         return f"{key or first}: a value is missing; give it as {key}=<value>"
     if overridden is not None:
         return _explain_unknown_key(overridden.group(1), composed)
+    if isinstance(error, OverrideParseException):
+        return _explain_syntax(error.override)
     if isinstance(error, ConfigKeyError):
         return _explain_unknown_key(key, composed)
     if isinstance(error, InterpolationResolutionError):
@@ -434,6 +437,16 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     if "Could not find" in first or first.startswith("You must specify"):
         return _explain_choice(first, more_lines)
     return first
+
+
+def _explain_syntax(override: str) -> str:
+    """Explain an argument that Hydra's grammar does not accept, such as one with an umlaut."""
+    # Without the single quotes the shell would remove the double ones.
+    return (
+        f"{override}: cannot be read; close all brackets and quotes, and put a text with signs "
+        "such as ä, ( or = in double quotes, the argument in single ones: "
+        """'<key>={liver: ["Leber (groß)"]}'"""
+    )
 
 
 def _explain_reference(key: str, sentence: str) -> str:

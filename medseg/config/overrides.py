@@ -49,8 +49,9 @@ PATH_KEYS = frozenset(
 )
 # Keys whose value may name a file.
 FILE_KEYS = PATH_KEYS | {"experiment", "task"}
-# Keys whose value has texts that Hydra's grammar may fail on, such as the pattern `b[67]0`.
-TEXT_KEYS = PATH_KEYS | {"series_pick", "stage.coarse_folds"}
+# Keys whose value has texts that Hydra's grammar may fail on, such as the pattern `b[67]0` or the
+# patient in `series=MÜ 01:2`.
+TEXT_KEYS = PATH_KEYS | {"series", "series_pick", "stage.coarse_folds"}
 # Largest length of an argument in characters. Hydra's parser takes seconds for an argument of this
 # length, and its time grows faster than the length.
 MAX_LENGTH = 20_000

@@ -4,7 +4,7 @@ The key of a case is its name in a form that does not depend on the file system;
 """
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from medseg.data.audit.labels import GRID_TOLERANCE_MM, per_axis_text
 from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.reference import read_reference
 from medseg.errors import UserError
+from medseg.findings import sentences_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import SUFFIXES, case_name, volume_files, volume_suffix
 from medseg.io.label_files import LABEL_ENDINGS, label_file, labels_of_report
@@ -153,7 +154,11 @@ def _references_in_folder(folder: Path) -> dict[str, Reference]:
 
 
 def read_pair(
-    prediction: Prediction, reference: Reference, task: Task, label_values: LabelValues
+    prediction: Prediction,
+    reference: Reference,
+    task: Task,
+    label_values: LabelValues,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
     """Read prediction and reference as label maps in the values of the task.
 
@@ -162,6 +167,7 @@ def read_pair(
         reference: Reference of the same case.
         task: Values of the labels, and the ignore label.
         label_values: Value in the reference file to label name.
+        warn: Called with each warning about the reference, such as of contours that were left out.
 
     Returns:
         Label map of the prediction and label map of the reference, both (D, H, W), oriented to LPS
@@ -195,6 +201,8 @@ def read_pair(
         modality=task.channels[0].modality,
         kept=task.values,
     )
+    for sentence in sentences_of(target_volume.findings):
+        warn(f"reference {reference.labels.name}: {sentence}")
     # Orient before the grids are compared: the same voxels may be stored in another axis order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)

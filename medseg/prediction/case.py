@@ -95,6 +95,9 @@ def read_case(scan: Scan, task: Task) -> CaseData:
                     source = fingerprint(path, files)
             case.sources.append(source)
         case.volume, case.more_channels = read_scan(paths, task, scan.series, scan.hu, scan.files)
+    if scan.choice_warning:
+        findings = (*warnings_of("reading", [scan.choice_warning]), *case.volume.findings)
+        case.volume = replace(case.volume, findings=findings)
     return case
 
 

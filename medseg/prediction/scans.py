@@ -63,6 +63,7 @@ class Scan(NamedTuple):
             headers of a study, or from the columns of a case table.
         refusal: Message that says why it cannot be predicted; "" if it can.
         archive: Archive that it was unpacked from; None for a scan that lies where it was.
+        choice_warning: What the report warns of in the choice of the series; "" for nothing.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Scan(NamedTuple):
     identity: Identity = UNKNOWN
     refusal: str = ""
     archive: Archive | None = None
+    choice_warning: str = ""
 
     @property
     def place(self) -> str:
@@ -427,13 +429,13 @@ def _scan_of_divided(case: StudyCase, source: Path, taken_names: set[str]) -> Sc
     files: list[Path] = []
     for part in case.parts:
         files += part.study.files
+    choice = parse_series(case.scan.series)
+    series = case.scan.series
+    # A choice of another patient or study stays as it is, so that the reader refuses the case.
+    if any(map(choice.is_scope_of, case.series)):
+        series = choice.within(case.study.scope)
     # The path holds other studies too, so `series` and `files` are restricted to this one.
-    return case.scan._replace(
-        name=name,
-        path=path,
-        series=parse_series(case.scan.series).within(case.study.scope),
-        files=tuple(files),
-    )
+    return case.scan._replace(name=name, path=path, series=series, files=tuple(files))
 
 
 def may_hold_studies(scan: Scan) -> bool:

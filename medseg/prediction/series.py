@@ -96,33 +96,57 @@ def _pick_one(candidates: Sequence[Candidate], rule: str) -> Scan:
 
     readable = [candidate for candidate in candidates if not candidate.listed.fault]
     chosen = pick([candidate.listed for candidate in readable], rule)
-    if chosen is None:
-        return _refused(candidates, readable, rule)
+    # The series that the rule would choose if all could be read.
+    preferred = pick([candidate.listed for candidate in candidates], rule)
+    if chosen is None or preferred is None:
+        return _refused(candidates, readable, preferred, rule)
     scan = next(candidate.scan for candidate in readable if candidate.listed is chosen)
-    return scan._replace(series=chosen.choice, files=chosen.files, identity=chosen.series.identity)
+    choice_warning = ""
+    if preferred.fault:
+        choice_warning = f"series_pick={rule} would take {_faulty(preferred)}; it was left out"
+    return scan._replace(
+        series=chosen.choice,
+        files=chosen.files,
+        identity=chosen.series.identity,
+        choice_warning=choice_warning,
+    )
 
 
-def _refused(candidates: Sequence[Candidate], readable: Sequence[Candidate], rule: str) -> Scan:
+def _faulty(listed: ListedSeries) -> str:
+    """Name a series and why it cannot be read."""
+    return f"{listed.series}: {listed.fault.rstrip('.')}"
+
+
+def _refused(
+    candidates: Sequence[Candidate],
+    readable: Sequence[Candidate],
+    preferred: ListedSeries | None,
+    rule: str,
+) -> Scan:
     """Make a scan that says why no series of a study can be chosen.
 
     Args:
         candidates: All series of the study.
         readable: Those that can be read, none of which fits the rule.
+        preferred: The series that the rule would choose if it could be read; None if none fits.
         rule: Value of `series_pick`. If there are readable series, it is a text to look for: the
             other rules always choose one of them.
     """
     scan = candidates[0].scan
-    if readable:
+    if readable and preferred is not None:
+        names = [str(candidate.listed.series) for candidate in readable]
+        refusal = (
+            f"{scan.path}: series_pick={rule} takes {_faulty(preferred)}. The study also has "
+            f"{first_few(names, MAX_LISTED)}; give another series_pick, or a number with series=."
+        )
+    elif readable:
         names = [str(candidate.listed.series) for candidate in readable]
         refusal = (
             f"{scan.path}: no series has {rule!r} in its description or kernel, but there is "
             f"{first_few(names, MAX_LISTED)}; give another series_pick, or a number with series=."
         )
     else:
-        faults = []
-        for candidate in candidates:
-            listed = candidate.listed
-            faults.append(f"{listed.series}: {listed.fault.rstrip('.')}")
+        faults = [_faulty(candidate.listed) for candidate in candidates]
         refusal = f"{scan.path}: no series can be read: {first_few(faults, MAX_LISTED, '; ')}."
     return scan._replace(refusal=refusal, identity=candidates[0].listed.series.identity)
 

@@ -12,7 +12,7 @@ import typing
 import hydra
 import pytest
 import torch
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from medseg.conf_folder import conf_dir
@@ -584,6 +584,18 @@ def test_a_new_name_of_a_label_value_is_added_as_the_message_says(
     values = to_config(compose(overrides[0], cure), TrainConfig).data.label_values
     assert values is not None
     assert 7 in values.values()
+
+
+@pytest.mark.parametrize("name", ["Leber groß", "Leber (L)", "Leber & Milz", "a=b"])
+def test_a_text_that_hydra_cannot_read_is_read_in_double_quotes(name: str) -> None:
+    typed = f"+data.label_values={{liver: [{name}]}}"
+    with pytest.raises(HydraException) as caught:
+        compose("task=abdomen", typed)
+    message = explain(caught.value)
+    assert message.startswith(f"{typed}: cannot be read; ")
+    assert "in double quotes" in message
+    quoted = compose("task=abdomen", f'+data.label_values={{liver: ["{name}"]}}')
+    assert to_config(quoted, TrainConfig).data.label_values == {"liver": [name]}
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,8 @@ def test_spaces_in_a_list_of_paths_belong_to_no_path() -> None:
         ("input='a\"", "input='\\'a\"'"),
         ("input=", "input="),
         ("+input=a", "+input='a'"),
+        ("series=MÜ 01:2", "series='MÜ 01:2'"),
+        ("series==1+1:3/2", "series='=1+1:3/2'"),
     ],
 )
 def test_a_value_in_quotes_stays_and_a_quote_in_a_path_is_escaped(typed: str, quoted: str) -> None:

@@ -401,6 +401,31 @@ def test_a_region_of_which_the_references_name_a_part_is_left_out(world: World) 
     assert "both" in summary.warnings[0]
 
 
+def test_what_is_read_of_a_reference_with_a_warning_is_said_beside_its_scores(
+    world: World,
+) -> None:
+    """Here a structure is missing; otherwise the Dice of 0 would look like a missed region."""
+    world.add("a", _labels(), None)
+    left = np.where(_labels() == 1, 1, 0).astype(np.uint8)
+    (world.folder / "ref" / "a").mkdir()
+    write_labels(world.folder / "ref" / "a" / "left_lung.nii.gz", left, GRID)
+    world.table.write_text("case,image,labels\na,ct/1.nii.gz,ref/a\n")
+    lines: list[str] = []
+    summary = evaluate_folder(
+        world.pred,
+        world.table,
+        world.output,
+        TASK,
+        VALUES,
+        progress=lines.append,
+        pictures=False,
+    )
+    sentence = "a: reference a: right_lung: no such structure, taken as absent"
+    assert summary.warnings == [sentence]
+    assert f"warning: {sentence}" in lines
+    assert sentence in (world.output / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_case_without_its_image_has_scores_but_no_picture(world: World) -> None:
     world.add("a", _labels(), _labels())
     (world.folder / "ct" / "1.nii.gz").unlink()

@@ -140,6 +140,45 @@ def test_a_study_in_several_folders_gives_one_scan(tmp_path: Path) -> None:
     assert written(tmp_path / "out") == ["thin"]
 
 
+@pytest.fixture
+def cut_thin(tmp_path: Path) -> Path:
+    """Write a study of a thick series and a thin one, of which a file is cut off."""
+    for number, name in enumerate(("thick", "thin"), start=2):
+        depth = 4 * number
+        image = np.random.default_rng(number).integers(-900, 900, (depth, 8, 9)).astype(np.int16)
+        heights_mm = list(np.arange(depth) * 20.0 / number**2)
+        fields = {"SeriesNumber": number, "SeriesDescription": name}
+        save_stack(tmp_path / "study" / name, image, heights_mm, uid=f"1.2.{number}", **fields)
+    cut_file = min((tmp_path / "study" / "thin").iterdir())
+    cut_file.write_bytes(cut_file.read_bytes()[:-9])
+    return tmp_path / "study"
+
+
+def test_a_better_series_that_cannot_be_read_is_a_warning(
+    cut_thin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user who asks for the thinnest series learns that the result has another one."""
+    assert predict(cut_thin, tmp_path / "out", "series_pick=thinnest") == 0
+    report = json.loads((tmp_path / "out" / "thick.json").read_text())
+    begin = "series_pick=thinnest would take series 3 'thin': '"
+    (warning,) = [sentence for sentence in report["warnings"] if sentence.startswith(begin)]
+    assert "the DICOM file is truncated" in warning
+    assert warning.endswith("it was left out")
+    assert report["status"] == "warnings"
+    assert warning in capsys.readouterr().err
+
+
+def test_a_text_of_a_series_that_cannot_be_read_is_not_said_to_be_missing(
+    cut_thin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(cut_thin, tmp_path / "out", "series_pick=thin") == 2
+    message = capsys.readouterr().err
+    assert "series_pick=thin takes series 3 'thin': " in message
+    assert "the DICOM file is truncated" in message
+    assert "The study also has series 2 'thick'; give another series_pick" in message
+    assert "no series has" not in message
+
+
 def broken_archive(path: Path) -> None:
     path.write_bytes(b"PK\x03\x04" + b"\0" * 60)
 

@@ -275,6 +275,9 @@ def test_a_choice_that_nothing_meets_is_refused_with_the_list(tmp_path: Path) ->
         read_image(flat, "carl:3")
     with pytest.raises(UserError, match="there is no series=7 among series=3 "):
         cases(flat, "7")
+    # A mistyped patient must not choose series 3 of every patient.
+    with pytest.raises(UserError, match="there is no series=carl:3 among "):
+        cases(flat, "carl:3")
 
 
 def test_a_choice_does_not_change_the_name_of_a_case(tmp_path: Path) -> None:
@@ -306,11 +309,12 @@ def test_files_without_identities_stay_apart(tmp_path: Path) -> None:
     assert list(cases(cohort)) == ["a", "b"]
 
 
-def test_anonymised_series_beside_a_patient(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removed", [{"StudyInstanceUID": ""}, {}])
+def test_anonymised_series_beside_a_patient(tmp_path: Path, removed: dict[str, str]) -> None:
     """Files without identity are a separate case, which `series=` can name too."""
     flat = tmp_path / "flat"
     series(flat, "anna", 2)
-    image = series(flat, "", 3, StudyInstanceUID="", StudyDate="")
+    image = series(flat, "", 3, StudyDate="", **removed)
     read_images = cases(flat)
     assert list(read_images) == ["anna_20240101", "study"]
     assert np.array_equal(read_images["study"], image)
