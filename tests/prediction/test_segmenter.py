@@ -186,6 +186,23 @@ def test_a_bound_on_the_process_is_refused_instead_of_ignored() -> None:
         medseg.Segmenter(["c"], ["f"], options=InferenceOptions(max_ram_gib=1.0))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (InferenceOptions(budget_gib=0), "budget_gib must be above 0, but got 0"),
+        (InferenceOptions(overlap=1.5), "overlap must lie in .0, 1., but got 1.5"),
+        (InferenceOptions(tile_size=(64, 64)), "tile_size must be three sizes"),  # type: ignore[arg-type]
+        (InferenceOptions(backend="onnx"), "backend must be one of torch, openvino, not 'onnx'"),  # type: ignore[arg-type]
+        ({"budget_gib": 1}, "expected InferenceOptions, but got dict"),
+    ],
+)
+def test_an_option_that_the_command_refuses_is_refused(
+    options: InferenceOptions, message: str
+) -> None:
+    with pytest.raises(UserError, match=f"options: {message}"):
+        medseg.Segmenter(["c"], ["f"], options=options)
+
+
 def test_one_path_is_taken_for_a_list_of_one(tmp_path: Path) -> None:
     for path in ("nowhere.ckpt", tmp_path / "nowhere.ckpt"):
         with pytest.raises(UserError, match=r"coarse=.*nowhere\.ckpt: there is no such checkpoint"):
