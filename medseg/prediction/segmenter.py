@@ -46,7 +46,7 @@ class Segmenter:
         fine: The same for the fine stage; none for a task without regions.
         single: In place of both, one or several checkpoints of a model of one stage.
         weights: In place of all, a model folder or a list of them; see `load_model_folders`.
-        folds: With `weights`, names of the folds to average; None = all.
+        folds: With `weights`, names or numbers of the folds to average; None = all.
         label_values: With `weights`, label name to value in the result; other labels count from 1
             in the order of the folders.
         ensemble: With several folders of nnU-Net in `weights`, whether their probabilities are
@@ -70,7 +70,7 @@ class Segmenter:
         *,
         single: str | Path | Sequence[str | Path] = (),
         weights: str | Path | Sequence[str | Path] | None = None,
-        folds: Sequence[str] | None = None,
+        folds: Sequence[str | int] | None = None,
         label_values: Mapping[str, int] | None = None,
         ensemble: bool = False,
         accelerator: str = "auto",
@@ -88,9 +88,10 @@ class Segmenter:
             folders = _as_paths(weights)
             if not folders:
                 raise UserError("weights: expected at least one model folder, but got none")
+            fold_names = None if folds is None else [str(fold) for fold in folds]
             self.cascade = load_model_folders(
                 folders,
-                folds,
+                fold_names,
                 label_values=label_values,
                 ensemble=ensemble,
                 accelerator=accelerator,

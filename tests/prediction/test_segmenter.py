@@ -181,6 +181,16 @@ def test_arguments_of_model_folders_are_refused_without_one(arguments: dict[str,
         medseg.Segmenter(["c"], ["f"], **arguments)  # type: ignore[arg-type]
 
 
+def test_a_fold_may_be_given_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(
+        "medseg.prediction.segmenter.load_model_folders",
+        lambda _, folds, **__: names.extend(folds),
+    )
+    medseg.Segmenter(weights="model", folds=[0, "1"])
+    assert names == ["0", "1"]
+
+
 def test_a_bound_on_the_process_is_refused_instead_of_ignored() -> None:
     with pytest.raises(UserError, match="options: max_ram_gib bounds the process of the command"):
         medseg.Segmenter(["c"], ["f"], options=InferenceOptions(max_ram_gib=1.0))
