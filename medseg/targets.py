@@ -283,7 +283,7 @@ def bind_arguments(
                 break
         raise UserError(
             f"{key}: {target_class.__name__} does not take these arguments ({error}); "
-            f"{guess} {', '.join(parameters)}"
+            f"{guess} {', '.join(_named(signature, parameters)) or 'none'}"
         ) from error
     annotated = _evaluated_signature(target_class, signature)
     converted = {}
@@ -295,6 +295,12 @@ def bind_arguments(
             )
         converted[name] = convert(annotated, name, value)
     return functools.partial(target_class, **converted)
+
+
+def _named(signature: inspect.Signature, parameters: Sequence[str]) -> list[str]:
+    """Leave out `*args` and `**kwargs`, which a class without a constructor has of its base."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name in parameters if signature.parameters[name].kind not in variadic]
 
 
 def _evaluated_signature(target_class: type, signature: inspect.Signature) -> inspect.Signature:

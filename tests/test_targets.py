@@ -117,6 +117,7 @@ def test_no_trusted_target_admits_a_name_that_is_not_public(target: str) -> None
             r"is no torch\.optim\.Optimizer",
         ),
         ("optimizer", {"_target_": "torch.optim.SGD", "momentun": 1}, "did you mean momentum"),
+        ("model", {"_target_": "torch.nn.Module", "width": 1}, "its arguments are none$"),
     ],
 )  # fmt: skip
 def test_a_class_that_does_not_fit_is_one_sentence(

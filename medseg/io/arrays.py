@@ -43,7 +43,12 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
     path = Path(name)
     voxels = np.asarray(array)
     _check_voxels(voxels, name)
-    matrix = np.asarray(affine, dtype=np.float64)
+    try:
+        matrix = np.asarray(affine, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{name}: expected an affine (4, 4) from indices to RAS in mm, but got {affine!r}"
+        ) from error
     if matrix.shape != (NUM_SPATIAL_AXES + 1, NUM_SPATIAL_AXES + 1):
         raise UserError(
             f"{name}: expected an affine (4, 4) from indices to RAS in mm, but got the shape "

@@ -11,10 +11,10 @@ import torch
 
 from medseg.cascade.cascade import require_channels
 from medseg.errors import UserError
-from medseg.inference.options import InferenceOptions
+from medseg.inference.options import Around, Backend, InferenceOptions, Seen, Sums
 from medseg.inference.scan_model import ScanModel
 from medseg.inference.segmentation import Segmentation
-from medseg.io.arrays import from_array, from_nibabel, is_nibabel, to_nibabel
+from medseg.io.arrays import NUM_SPATIAL_AXES, from_array, from_nibabel, is_nibabel, to_nibabel
 from medseg.io.read import read_image
 from medseg.io.volume import LazyVolume, Volume, load_image
 from medseg.prediction.case import read_scan, segment_scan
@@ -25,6 +25,9 @@ from medseg.task import AIR_HU, Task
 
 # Number of axes of an array of several channels, as MONAI has them: (C, X, Y, Z).
 CHANNEL_FIRST_AXES = 4
+
+# Options with a choice of values.
+OPTION_CHOICES = {"sums": Sums, "orientation": Seen, "around": Around, "backend": Backend}
 
 
 class Segmenter:
@@ -43,7 +46,7 @@ class Segmenter:
         fine: The same for the fine stage; none for a task without regions.
         single: In place of both, one or several checkpoints of a model of one stage.
         weights: In place of all, a model folder or a list of them; see `load_model_folders`.
-        folds: With `weights`, names of the folds to average; None = all.
+        folds: With `weights`, names or numbers of the folds to average; None = all.
         label_values: With `weights`, label name to value in the result; other labels count from 1
             in the order of the folders.
         ensemble: With several folders of nnU-Net in `weights`, whether their probabilities are
@@ -67,7 +70,7 @@ class Segmenter:
         *,
         single: str | Path | Sequence[str | Path] = (),
         weights: str | Path | Sequence[str | Path] | None = None,
-        folds: Sequence[str] | None = None,
+        folds: Sequence[str | int] | None = None,
         label_values: Mapping[str, int] | None = None,
         ensemble: bool = False,
         accelerator: str = "auto",
@@ -75,12 +78,8 @@ class Segmenter:
         options: InferenceOptions | None = None,
         trusted: Sequence[str] = (),
     ) -> None:
-        # The bound is for a process that does nothing else, so it would have no effect here.
-        if options is not None and options.max_ram_gib is not None:
-            raise UserError(
-                "options: max_ram_gib bounds the process of the command predict; leave it out, or "
-                "give budget_gib, the memory of a network pass"
-            )
+        if options is not None:
+            _check_options(options)
         self.num_threads = torch.get_num_threads()
         self.cascade: ScanModel
         if weights is not None:
@@ -89,9 +88,10 @@ class Segmenter:
             folders = _as_paths(weights)
             if not folders:
                 raise UserError("weights: expected at least one model folder, but got none")
+            fold_names = None if folds is None else [str(fold) for fold in folds]
             self.cascade = load_model_folders(
                 folders,
-                folds,
+                fold_names,
                 label_values=label_values,
                 ensemble=ensemble,
                 accelerator=accelerator,
@@ -159,6 +159,33 @@ class Segmenter:
         total_s = time.perf_counter() - start_s
         durations_s = {"read": read_s, **result.durations_s, "total": total_s}
         return replace(result, labels=labels, durations_s=durations_s)
+
+
+def _check_options(options: InferenceOptions) -> None:
+    """Refuse values that the command line refuses as well, and the bound on its process.
+
+    Raises:
+        UserError: With the name of the option.
+    """
+    if not isinstance(options, InferenceOptions):
+        raise UserError(f"options: expected InferenceOptions, but got {type(options).__name__}")
+    # The bound is for a process that does nothing else, so it would have no effect here.
+    if options.max_ram_gib is not None:
+        raise UserError(
+            "options: max_ram_gib bounds the process of the command predict; leave it out, or "
+            "give budget_gib, the memory of a network pass"
+        )
+    if not options.budget_gib > 0:
+        raise UserError(f"options: budget_gib must be above 0, but got {options.budget_gib}")
+    if not 0 <= options.overlap < 1:
+        raise UserError(f"options: overlap must lie in [0, 1), but got {options.overlap}")
+    tile_size = options.tile_size
+    if tile_size is not None and (len(tile_size) != NUM_SPATIAL_AXES or min(tile_size) < 1):
+        raise UserError(f"options: tile_size must be three sizes (D, H, W), but got {tile_size}")
+    for name, choices in OPTION_CHOICES.items():
+        value = getattr(options, name)
+        if value is not None and value not in list(choices):
+            raise UserError(f"options: {name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _as_paths(paths: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:

@@ -62,10 +62,13 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
     terms = []
     for key, node in _loss_nodes(config):
         bound_class = _bind_loss(key, node, config)
-        # One of `losses.TARGET_FORMS`, such as class indices.
         target_form = node.get("target_form")
         if not target_form:
             target_form = losses.find_target_form(bound_class.func, bound_class.keywords)
+        if target_form not in losses.TARGET_FORMS:
+            # The value comes from the key or from the attribute of the class.
+            choices = ", ".join(losses.TARGET_FORMS)
+            raise UserError(f"{key}.target_form: choose one of {choices}, not {target_form!r}")
         factor = node.get("factor", 1.0)
         if not isinstance(factor, (int, float)):
             raise UserError(f"{key}.factor: expected a number, but got {factor!r}")

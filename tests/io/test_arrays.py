@@ -107,6 +107,7 @@ def test_what_is_no_number_becomes_air() -> None:
     [
         ((2, 3, 3, 3), np.eye(4), r"expected numbers \(X, Y, Z\).*one array for each channel"),
         ((3, 3, 3), np.eye(3), r"expected an affine \(4, 4\)"),
+        ((3, 3, 3), "RAS", r"expected an affine \(4, 4\) .* but got .RAS"),
         ((3, 3, 3), np.zeros((4, 4)), "axes of positive length"),
     ],
 )

@@ -181,9 +181,36 @@ def test_arguments_of_model_folders_are_refused_without_one(arguments: dict[str,
         medseg.Segmenter(["c"], ["f"], **arguments)  # type: ignore[arg-type]
 
 
+def test_a_fold_may_be_given_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(
+        "medseg.prediction.segmenter.load_model_folders",
+        lambda _, folds, **__: names.extend(folds),
+    )
+    medseg.Segmenter(weights="model", folds=[0, "1"])
+    assert names == ["0", "1"]
+
+
 def test_a_bound_on_the_process_is_refused_instead_of_ignored() -> None:
     with pytest.raises(UserError, match="options: max_ram_gib bounds the process of the command"):
         medseg.Segmenter(["c"], ["f"], options=InferenceOptions(max_ram_gib=1.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (InferenceOptions(budget_gib=0), "budget_gib must be above 0, but got 0"),
+        (InferenceOptions(overlap=1.5), "overlap must lie in .0, 1., but got 1.5"),
+        (InferenceOptions(tile_size=(64, 64)), "tile_size must be three sizes"),  # type: ignore[arg-type]
+        (InferenceOptions(backend="onnx"), "backend must be one of torch, openvino, not 'onnx'"),  # type: ignore[arg-type]
+        ({"budget_gib": 1}, "expected InferenceOptions, but got dict"),
+    ],
+)
+def test_an_option_that_the_command_refuses_is_refused(
+    options: InferenceOptions, message: str
+) -> None:
+    with pytest.raises(UserError, match=f"options: {message}"):
+        medseg.Segmenter(["c"], ["f"], options=options)
 
 
 def test_one_path_is_taken_for_a_list_of_one(tmp_path: Path) -> None:

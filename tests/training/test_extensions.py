@@ -78,6 +78,10 @@ def test_a_sum_of_losses_with_factors_ignores_the_ignore_label() -> None:
             "loss.terms[0].factor: expected a number, but got None",
         ),
         (
+            ["loss._target_=monai.losses.DiceLoss", "loss.target_form=onehot"],
+            "loss.target_form: choose one of indices, channel, one_hot, not 'onehot'",
+        ),
+        (
             ["loss._target_=monai.losses.DiceLoss", "loss.sigmoid=true", "loss.softmax=true"],
             "loss: Incompatible values",
         ),
