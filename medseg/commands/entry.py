@@ -360,8 +360,22 @@ def _explained_errors(command: str) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        default_config, _ = compose(command)
-        raise UserError(explain(error, default_config)) from error
+        raise UserError(explain(error, _compose_choices(command))) from error
+
+
+def _compose_choices(command: str) -> DictConfig:
+    """Compose the choices of groups of this command line, such as `task=abdomen`, alone.
+
+    An unknown key is compared with the keys of these choices, not with those of the defaults.
+    """
+    default_config, groups = compose(command)
+    choices = [argument for argument in sys.argv[1:] if argument.partition("=")[0] in groups]
+    try:
+        composed, _ = compose(command, choices)
+    except (HydraException, OmegaConfBaseException):
+        # A choice is the mistake, or a group needs a key that is left out here.
+        return default_config
+    return composed
 
 
 def _print_help(command: str, arguments: Sequence[str]) -> None:

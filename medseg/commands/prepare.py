@@ -49,7 +49,8 @@ def prepare(config: PrepareConfig) -> int:
         case_slices: Sequence[Slice] = ()
         if scan is not None:  # a case that cannot be read has none
             image = shown_image(scan.image_hu, task.channels[0])
-            case_slices = cut_slices(image, scan.labels, scan.grid.spacing_mm)
+            labels = shown_labels(scan.labels, task)
+            case_slices = cut_slices(image, labels, scan.grid.spacing_mm)
         slices.append(case_slices)
         print_case(audited)
     # Copies and outliers are found only once all cases are read.
@@ -82,6 +83,13 @@ def _cases_to_prepare(config: PrepareConfig) -> list[tuple[Case, LabelValues]]:
             "so they are not prepared"
         )
     return cases
+
+
+def shown_labels(labels: np.ndarray, task: Task) -> np.ndarray:
+    """Drop ignored voxels from a label map (D, H, W): they choose no slice of the picture."""
+    if task.ignore_label is None:
+        return labels
+    return np.where(labels == task.ignore_label, 0, labels)
 
 
 def shown_image(image: np.ndarray, channel: Channel) -> np.ndarray:

@@ -294,7 +294,7 @@ def prepare_case(
     if case.labels is None:
         raise UserError(
             f"The case {case.name!r} has no label map, which training and scoring need; "
-            "fill in its cell of the table."
+            "fill in its cell of the table, or write 'test' into its column split."
         )
     unmapped = [name for name in task.labels if name not in label_values.values()]
     if unmapped:

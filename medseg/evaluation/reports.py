@@ -67,7 +67,8 @@ def check_labels(prediction: Path, task: Task) -> None:
         raise UserError(
             f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task "
             f"{task.name} has {', '.join(task_names)}; give the task of the prediction "
-            "(task=<name>), or import the data set with the labels of the prediction (labels=[…])"
+            "(task=<name> or task=<file>.yaml), or import the data set with the labels of the "
+            "prediction (labels=[…])"
         )
 
 

@@ -188,13 +188,13 @@ class SegmentationModule(pl.LightningModule):
         bounds = stack["inside"][0]
         labels = only_inside(self.predict_labels(stack["image"]), bounds)
         stack["target"] = only_inside(stack["target"], bounds)
-        target = stack["target"][0]
         ignore_value = self.metadata.get("task", {}).get("ignore_label")
         if ignore_value is not None:
             # Ignored voxels become background in both, where no score counts them.
-            is_ignored = target == ignore_value
-            labels = labels.masked_fill(is_ignored, 0)
-            target = target.masked_fill(is_ignored, 0)
+            is_ignored = stack["target"] == ignore_value
+            labels = labels.masked_fill(is_ignored[0], 0)
+            stack["target"] = stack["target"].masked_fill(is_ignored, 0)
+        target = stack["target"][0]
         classes = tuple(range(1, int(self.metadata["num_classes"])))  # without the background
         # The Dice by class; the scores of metrics are added by name.
         scores: dict[Any, float] = dice_per_label(labels, target, classes)

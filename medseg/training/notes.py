@@ -1,6 +1,7 @@
 """Notes on allowed combinations of keys that may surprise; a run prints them when it begins."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from medseg.data.options import StageName
 from medseg.losses.options import DICE_CE
@@ -9,6 +10,9 @@ from medseg.models.options import is_batch_norm
 from medseg.targets import TARGET
 from medseg.training.clashes import class_name
 from medseg.training.options import TrainConfig
+
+# Module of the effects of medseg, each a class.
+EFFECTS_MODULE = "medseg.data.augment."
 
 
 def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
@@ -39,7 +43,7 @@ def _key_notes(config: TrainConfig) -> Iterator[str]:
             "schedule.cycle_momentum=true sets the momentum of each step; the momentum of the "
             f"optimizer ({momentum}) is not used"
         )
-    if config.augment.enabled and "effects" not in config.augment.transforms:
+    if config.augment.enabled and not _has_own_effects(config.augment.transforms):
         yield (
             "augment.transforms replaces the built-in effects that the other keys of augment set; "
             "to keep them, add the entry `effects` to the list"
@@ -49,6 +53,19 @@ def _key_notes(config: TrainConfig) -> Iterator[str]:
             f"the task {config.task.name} has no regions, and stage=coarse segments whole scans at "
             "a coarse spacing; choose stage=single for patches at a fine spacing"
         )
+
+
+def _has_own_effects(transforms: Sequence[Any]) -> bool:
+    """Whether a list of transforms has effects of medseg, all of them or some by their class.
+
+    A list like that of the preset `mr` leaves the other effects out on purpose.
+    """
+    for transform in transforms:
+        if transform == "effects":
+            return True
+        if str(transform[TARGET]).startswith(EFFECTS_MODULE):
+            return True
+    return False
 
 
 def _shape_notes(config: TrainConfig) -> Iterator[str]:

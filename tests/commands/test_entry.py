@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from medseg.commands import entry
 from medseg.config.overrides import quote_paths
-from medseg.errors import EXIT_FAILED, EXIT_UNREAD
+from medseg.errors import EXIT_FAILED, EXIT_UNREAD, UserError
 
 MEDSEG = [sys.executable, "-m", "medseg.commands.cli"]
 ENVIRONMENT = {"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -320,3 +320,17 @@ def test_garbage_is_collected_after_an_import_also_one_that_fails() -> None:
     with pytest.raises(ModuleNotFoundError):
         entry.import_module("medseg.missing")
     assert gc.isenabled()
+
+
+def test_an_unknown_key_is_compared_with_the_keys_of_the_chosen_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = ["task=kidneys", "stage=fine", "task.labels.left_kidny=1"]
+    monkeypatch.setattr(sys, "argv", ["medseg", *arguments])
+    with pytest.raises(UserError) as caught, entry._explained_errors("train"):
+        entry.compose("train", arguments)
+    assert "did you mean task.labels.left_kidney" in str(caught.value)
+    # A choice that does not exist is explained from the defaults.
+    monkeypatch.setattr(sys, "argv", ["medseg", "task=kidnys"])
+    with pytest.raises(UserError, match="Could not find"), entry._explained_errors("train"):
+        entry.compose("train", ["task=kidnys"])

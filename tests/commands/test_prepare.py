@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,11 +213,18 @@ def test_pictures_begin_with_errors_and_have_the_names_and_the_window_of_the_tas
     assert names == ["refused", "failed", "doubtful", "twice", "plain", "informed", "ignored"]
     assert all(view.slices == [f"slice of {view.title}"] for view in views)
     by_name: dict[str, CaseView] = {view.title: view for view in views}
-    assert by_name["plain"].subtitle == "5×6×7 at 3×1.5×2.25 mm, liver 7 ml"
+    assert by_name["plain"].subtitle == "5×6×7 at 3×1.5×2.25 mm, liver 7.4 ml"
     assert by_name["failed"].subtitle == ""
     assert by_name["failed"].findings == [("error", "it is damaged")]
     expected = [("error", "e: some error"), ("warning", "w: some warning")]
     assert by_name["refused"].findings == expected
+
+
+def test_pictures_show_no_ignored_voxels() -> None:
+    labels = np.array([[[0, 1, 3]]], np.uint8)
+    task = Task("organs", {"liver": 1}, (), (Channel(),), ignore_label=3)
+    assert command.shown_labels(labels, task).tolist() == [[[0, 1, 0]]]
+    assert command.shown_labels(labels, replace(task, ignore_label=None)) is labels
 
 
 def test_the_last_line_counts_the_cases_and_the_warnings(tmp_path: Path) -> None:

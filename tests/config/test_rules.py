@@ -814,6 +814,13 @@ def test_a_side_of_a_region_forbids_a_flip_where_no_label_names_one(
         ("fine", {"optimizer.betas": [0.9, 0.99]}, None),
         ("fine", {"augment.transforms": []}, "augment.transforms replaces the built-in effects"),
         ("fine", {"augment.transforms": [], "augment.enabled": False}, None),
+        (
+            "fine",
+            {"augment.transforms": [{"_target_": "monai.transforms.RandBiasFieldd"}]},
+            "augment.transforms replaces the built-in effects",
+        ),
+        # The preset `mr` has a list of its own.
+        ("fine", {"augment.transforms": [{"_target_": "medseg.data.augment.Noise"}]}, None),
         ("coarse", {"task.regions": None}, "choose stage=single"),
         ("single", {"stage.patch_size": None}, None),
         ("coarse", {}, None),

@@ -589,7 +589,7 @@ def test_a_case_without_labels_is_refused(
     tmp_path: Path, task: Task, write_case: WriteCase
 ) -> None:
     case = write_case("bare", blocks()[0], None)
-    with pytest.raises(UserError, match="'bare' has no label map"):
+    with pytest.raises(UserError, match=r"'bare' has no label map.*'test' into its column split"):
         prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
 
 
