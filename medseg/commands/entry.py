@@ -370,6 +370,8 @@ def _compose_choices(command: str) -> DictConfig:
     """
     default_config, groups = compose(command)
     choices = [argument for argument in sys.argv[1:] if argument.partition("=")[0] in groups]
+    if not choices:
+        return default_config
     try:
         composed, _ = compose(command, choices)
     except (HydraException, OmegaConfBaseException):

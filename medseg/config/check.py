@@ -425,7 +425,7 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     if overridden is not None:
         return _explain_unknown_key(overridden.group(1), composed)
     if isinstance(error, OverrideParseException):
-        return _explain_syntax(error.override)
+        return _explain_syntax(error.override, more_lines)
     if isinstance(error, ConfigKeyError):
         return _explain_unknown_key(key, composed)
     if isinstance(error, InterpolationResolutionError):
@@ -439,8 +439,18 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     return first
 
 
-def _explain_syntax(override: str) -> str:
-    """Explain an argument that Hydra's grammar does not accept, such as one with an umlaut."""
+def _explain_syntax(override: str, lines: Sequence[str]) -> str:
+    """Explain an argument that Hydra cannot read, such as one with an umlaut.
+
+    Args:
+        override: The argument.
+        lines: Hydra's message without its first line.
+    """
+    # A function of Hydra's grammar, such as `interval(1)`, has a message of its own. A text with
+    # brackets, such as `Leber (L)`, is taken for a function that does not exist.
+    for line in lines:
+        if " while evaluating " in line and "Unknown function" not in line:
+            return f"{override}: {line}"
     # Without the single quotes the shell would remove the double ones.
     return (
         f"{override}: cannot be read; close all brackets and quotes, and put a text with signs "

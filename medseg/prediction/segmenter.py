@@ -79,7 +79,7 @@ class Segmenter:
         trusted: Sequence[str] = (),
     ) -> None:
         if options is not None:
-            _check_options(options)
+            options = _checked_options(options)
         self.num_threads = torch.get_num_threads()
         self.cascade: ScanModel
         if weights is not None:
@@ -161,8 +161,11 @@ class Segmenter:
         return replace(result, labels=labels, durations_s=durations_s)
 
 
-def _check_options(options: InferenceOptions) -> None:
+def _checked_options(options: InferenceOptions) -> InferenceOptions:
     """Refuse values that the command line refuses as well, and the bound on its process.
+
+    Returns:
+        The options, with the names of choices, such as `"openvino"`, converted.
 
     Raises:
         UserError: With the name of the option.
@@ -175,17 +178,34 @@ def _check_options(options: InferenceOptions) -> None:
             "options: max_ram_gib bounds the process of the command predict; leave it out, or "
             "give budget_gib, the memory of a network pass"
         )
-    if not options.budget_gib > 0:
-        raise UserError(f"options: budget_gib must be above 0, but got {options.budget_gib}")
-    if not 0 <= options.overlap < 1:
-        raise UserError(f"options: overlap must lie in [0, 1), but got {options.overlap}")
-    tile_size = options.tile_size
-    if tile_size is not None and (len(tile_size) != NUM_SPATIAL_AXES or min(tile_size) < 1):
-        raise UserError(f"options: tile_size must be three sizes (D, H, W), but got {tile_size}")
+    budget_gib, overlap = options.budget_gib, options.overlap
+    if not isinstance(budget_gib, (int, float)) or not budget_gib > 0:
+        raise UserError(f"options: budget_gib must be a number above 0, but got {budget_gib!r}")
+    if not isinstance(overlap, (int, float)) or not 0 <= overlap < 1:
+        raise UserError(f"options: overlap must be a number in [0, 1), but got {overlap!r}")
+    if options.tile_size is not None and not _is_shape(options.tile_size):
+        raise UserError(
+            f"options: tile_size must be three whole numbers (D, H, W), not {options.tile_size!r}"
+        )
+    converted = {}
     for name, choices in OPTION_CHOICES.items():
         value = getattr(options, name)
-        if value is not None and value not in list(choices):
-            raise UserError(f"options: {name} must be one of {', '.join(choices)}, not {value!r}")
+        if value is None:
+            continue
+        try:
+            converted[name] = choices(value)
+        except ValueError:
+            raise UserError(
+                f"options: {name} must be one of {', '.join(choices)}, not {value!r}"
+            ) from None
+    return replace(options, **converted)
+
+
+def _is_shape(value: Any) -> bool:
+    """Whether a value is three sizes."""
+    if not isinstance(value, (tuple, list)) or len(value) != NUM_SPATIAL_AXES:
+        return False
+    return all(isinstance(size, int) and size >= 1 for size in value)
 
 
 def _as_paths(paths: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:

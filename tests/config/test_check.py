@@ -598,6 +598,14 @@ def test_a_text_that_hydra_cannot_read_is_read_in_double_quotes(name: str) -> No
     assert to_config(quoted, TrainConfig).data.label_values == {"liver": [name]}
 
 
+def test_a_function_of_hydra_with_wrong_arguments_keeps_its_message() -> None:
+    with pytest.raises(HydraException) as caught:
+        compose("steps=interval(1)")
+    message = explain(caught.value)
+    assert message.startswith("steps=interval(1): TypeError while evaluating")
+    assert "missing a required argument" in message
+
+
 @pytest.mark.parametrize(
     ("parameter", "others", "message"),
     [

@@ -20,13 +20,13 @@ from oracle import CoarseOracle, FineOracle, dice, scan, stage
 import medseg
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.options import InferenceOptions
+from medseg.inference.options import Backend, InferenceOptions, Sums
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.io.write import write_image, write_labels
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
-from medseg.prediction.segmenter import _to_volume
+from medseg.prediction.segmenter import _checked_options, _to_volume
 from medseg.preprocess.orient import Orientation
 from medseg.preprocess.scale import HuScale
 from tests.io.io_volumes import finding_texts
@@ -199,9 +199,11 @@ def test_a_bound_on_the_process_is_refused_instead_of_ignored() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (InferenceOptions(budget_gib=0), "budget_gib must be above 0, but got 0"),
-        (InferenceOptions(overlap=1.5), "overlap must lie in .0, 1., but got 1.5"),
-        (InferenceOptions(tile_size=(64, 64)), "tile_size must be three sizes"),  # type: ignore[arg-type]
+        (InferenceOptions(budget_gib=0), "budget_gib must be a number above 0, but got 0"),
+        (InferenceOptions(overlap=1.5), "overlap must be a number in .0, 1., but got 1.5"),
+        (InferenceOptions(overlap="0.5"), "overlap must be a number in .0, 1., but got '0.5'"),  # type: ignore[arg-type]
+        (InferenceOptions(tile_size=(64, 64)), "tile_size must be three whole numbers"),  # type: ignore[arg-type]
+        (InferenceOptions(tile_size=64), "tile_size must be three whole numbers"),  # type: ignore[arg-type]
         (InferenceOptions(backend="onnx"), "backend must be one of torch, openvino, not 'onnx'"),  # type: ignore[arg-type]
         ({"budget_gib": 1}, "expected InferenceOptions, but got dict"),
     ],
@@ -211,6 +213,13 @@ def test_an_option_that_the_command_refuses_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=f"options: {message}"):
         medseg.Segmenter(["c"], ["f"], options=options)
+
+
+def test_names_of_choices_become_the_choices() -> None:
+    options = InferenceOptions(sums="float", backend="openvino")  # type: ignore[arg-type]
+    checked = _checked_options(options)
+    assert checked.sums is Sums.float
+    assert checked.backend is Backend.openvino
 
 
 def test_one_path_is_taken_for_a_list_of_one(tmp_path: Path) -> None:

@@ -177,13 +177,15 @@ class Series:
     def is_in(self, scope: str) -> bool:
         """Whether a scope names its patient, its study, or both.
 
-        Scopes are `<patient>`, `<study UID>`, `<patient>:<study UID>` and `<patient>:<date>`, with
-        a patient or date that the header lacks left empty.
+        Scopes are `<patient>`, `<study UID>`, `<patient>:<study UID>` and `<patient>:<date>`.
         """
         # Patient and study may be "", which is not the name of any series.
         if scope == "":
             return False
-        return scope in {self.patient, self.study, self.scope, f"{self.patient}:{self.date}"}
+        names = {self.patient, self.study, self.scope}
+        if self.date:
+            names.add(f"{self.patient}:{self.date}")
+        return scope in names
 
     def __str__(self) -> str:
         name = "unknown series"
