@@ -85,9 +85,9 @@ def _cases_to_prepare(config: PrepareConfig) -> list[tuple[Case, LabelValues]]:
     return cases
 
 
-def shown_labels(labels: np.ndarray, task: Task) -> np.ndarray:
+def shown_labels(labels: np.ndarray | None, task: Task) -> np.ndarray | None:
     """Drop ignored voxels from a label map (D, H, W): they choose no slice of the picture."""
-    if task.ignore_label is None:
+    if labels is None or task.ignore_label is None:
         return labels
     return np.where(labels == task.ignore_label, 0, labels)
 

@@ -187,7 +187,7 @@ def _checked_options(options: InferenceOptions) -> InferenceOptions:
         raise UserError(
             f"options: tile_size must be three whole numbers (D, H, W), not {options.tile_size!r}"
         )
-    converted = {}
+    converted: dict[str, Any] = {}
     for name, choices in OPTION_CHOICES.items():
         value = getattr(options, name)
         if value is None:
