@@ -225,6 +225,7 @@ def test_pictures_show_no_ignored_voxels() -> None:
     task = Task("organs", {"liver": 1}, (), (Channel(),), ignore_label=3)
     assert command.shown_labels(labels, task).tolist() == [[[0, 1, 0]]]
     assert command.shown_labels(labels, replace(task, ignore_label=None)) is labels
+    assert command.shown_labels(None, task) is None
 
 
 def test_the_last_line_counts_the_cases_and_the_warnings(tmp_path: Path) -> None:
