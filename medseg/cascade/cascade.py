@@ -41,6 +41,8 @@ from medseg.preprocess.intensity import Intensity, normalise_
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
+REFINE = "refine_"
+"""Beginning of the name of a step of the fine stage; the name of its region follows."""
 Timed = Callable[[str], AbstractContextManager[None]]
 """Maps the name of a step to a context manager that announces and times the step."""
 Deviations = list[tuple[Tensor, VoxelGrid]]
@@ -159,7 +161,7 @@ class Cascade:
         """Steps of `segment`; a result's `durations_s` lacks those of regions not found."""
         if self.fine is None:
             return ["segment", "join"]
-        refining = [f"refine_{region.name}" for region in self.task.regions]
+        refining = [f"{REFINE}{region.name}" for region in self.task.regions]
         return ["localise", *refining, "join"]
 
     def segment(
@@ -458,7 +460,7 @@ def _refine_regions(
     for region in fine.task.regions:
         if region.name not in localisation.boxes:
             continue
-        step = f"refine_{region.name}"
+        step = f"{REFINE}{region.name}"
         with timed(step):
             crop = region_crop(
                 localisation.boxes[region.name],

@@ -1,7 +1,12 @@
-"""Experiments outside of `conf/experiment`: `experiment=<path>.yaml` names a file anywhere."""
+"""Experiments outside of `conf/experiment`: `experiment=<path>.yaml` names a file anywhere.
 
-from collections.abc import Sequence
+The file of a cascade has the keys `coarse` and `fine` of `cross_validate`, which name the files of
+its stages, relative to its own folder.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -10,6 +15,8 @@ from medseg.config.yaml_file import read_yaml
 from medseg.errors import UserError
 
 GROUP = "experiment"
+# Keys of the experiments of a cascade's stages.
+STAGES = ("coarse", "fine")
 SUFFIX = ".yaml"
 
 
@@ -24,21 +31,49 @@ def register_experiments(arguments: Sequence[str]) -> None:
         UserError: If a file is missing, damaged, or no mapping of keys.
     """
     for argument in arguments:
-        key, _, value = argument.partition("=")
-        value = value.strip("'\"")
-        is_one_file = value.endswith(SUFFIX) and "," not in value  # a comma divides a sweep
-        if key.lstrip("+") == GROUP and is_one_file:
+        value = _file_of(argument)
+        if value is not None:
             _register(value)
 
 
-def _register(value: str) -> None:
-    """Register a file with Hydra, so that its path is a choice of the group `experiment`."""
+def names_stages(argument: str) -> bool:
+    """Whether an argument is the experiment file of a cascade, which names those of its stages."""
+    value = _file_of(argument)
+    return value is not None and _has_stages(_read(value))
+
+
+def _file_of(argument: str) -> str | None:
+    """Return the path in `experiment=<path>.yaml`; None if it is another argument."""
+    key, _, value = argument.partition("=")
+    value = value.strip("'\"")
+    is_one_file = value.endswith(SUFFIX) and "," not in value  # a comma divides a sweep
+    return value if key.lstrip("+") == GROUP and is_one_file else None
+
+
+def _read(value: str) -> dict[str, Any]:
+    """Read an experiment file; see `register_experiments` for the errors."""
     path = Path(value)
     if not path.is_file():
         raise UserError(f"experiment={value}: there is no such file; check the path")
     content = read_yaml(path, "an experiment", "correct it")
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected the keys of an experiment, but it holds none")
+    return content
+
+
+def _has_stages(content: Mapping[str, Any]) -> bool:
+    """Whether an experiment names the experiments of two stages."""
+    return all(isinstance(content.get(stage), str) for stage in STAGES)
+
+
+def _register(value: str) -> None:
+    """Register a file with Hydra, so that its path is a choice of the group `experiment`."""
+    content = _read(value)
+    if _has_stages(content):
+        for stage in STAGES:
+            # Another name is that of an experiment in `conf/experiment`.
+            if content[stage].endswith(SUFFIX):
+                content[stage] = str(Path(value).parent / content[stage])
     # Hydra looks for `a/b.yaml` as the choice `b.yaml` of the group `experiment/a`, and skips empty
     # parts of a path.
     *folders, name = [part for part in value.split("/") if part]

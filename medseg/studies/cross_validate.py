@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
+from medseg.config.experiment_file import names_stages
 from medseg.config.overrides import text_of
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, write_case_table
@@ -66,7 +67,11 @@ def cross_validate(config: CrossValidateConfig) -> int:
         SystemExit: With the exit code of the command that failed.
     """
     output = Path(config.output)
-    arguments = arguments_for_train(HydraConfig.get().overrides.task, CrossValidateConfig)
+    arguments = []
+    for argument in arguments_for_train(HydraConfig.get().overrides.task, CrossValidateConfig):
+        # The experiment of a cascade is one of `cross_validate`, not of the trainings.
+        if not names_stages(argument):
+            arguments.append(argument)
     is_cascade = config.stage.name is not StageName.single
     if is_cascade:
         _check_cascade(config, arguments)

@@ -1,4 +1,4 @@
-"""Choice of spacing, patch, network and memory switches that fit a memory and a time.
+"""Choice of stages, spacing, patch, network and memory switches that fit a memory and a time.
 
 With more time the spacing becomes finer and the patch larger; with much more time, the network
 becomes wider and a batch has two patches. The constants are rules of thumb; their sources are in
@@ -10,21 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from medseg.data.options import StageName
 from medseg.errors import UserError
-from medseg.geometry.sizes import Shape
+from medseg.geometry.sizes import Shape, network_size
 from medseg.knob import Triple
 from medseg.planning.choose import MARGIN
 from medseg.studies.configure.fingerprint import Fingerprint
 from medseg.studies.configure.setting import Setting
+from medseg.studies.configure.stage_views import StageView, cascade_views, single_view
 
-# Voxels across the smallest label at the finest and at the coarsest spacing. The surface of a label
-# errs by about 0.15 of a voxel, which costs a ball of n voxels across a Dice of 3 · 0.15 / n: 0.01
-# at 48 voxels, 0.04 at 12.
-VOXELS_ACROSS = 48
-LEAST_VOXELS_ACROSS = 12
 # Factor between a candidate spacing and the next coarser candidate.
 COARSER = 2**0.25
-# Wanted and least number of passes: voxels that a training sees, over voxels of the median scan.
+# Wanted and least number of passes: voxels that a training sees, over those of the median case.
 WANTED_PASSES = 100
 LEAST_PASSES = 5
 # Wanted and least number of optimiser steps of a training.
@@ -34,6 +31,8 @@ LEAST_STEPS = 100
 MANY_STEPS = 4 * WANTED_STEPS
 # Number of steps above which the time is better spent on batches of two patches.
 BATCH_STEPS = 16 * WANTED_STEPS
+# A cascade is worth its two trainings if the voxels of its fine stage are smaller by this factor.
+LEAST_GAIN = 2.0
 # Candidate patches have about as many voxels as cubes with these side lengths, in voxels.
 CUBES = (128, 112, 96, 80, 64, 48, 32)
 # Side length of the cube whose step predicts the speed of the machine, in voxels.
@@ -86,7 +85,7 @@ class Wishes(NamedTuple):
 
     @property
     def training_s(self) -> float:
-        """Estimate of the seconds that one training may take."""
+        """Estimate of the seconds that the trainings of one fold may take."""
         return TRAINING_SHARE * self.hours * 3600 / self.num_folds
 
 
@@ -95,25 +94,66 @@ def fits(prediction: Prediction, wishes: Wishes) -> bool:
     return prediction.peak_gib * (1 + MARGIN) <= wishes.fit_gib
 
 
-def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> Setting:
-    """Choose everything but batch size and number of steps, which follow from timed steps.
+def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> tuple[Setting, ...]:
+    """Choose one stage or a cascade, and all but batch sizes and steps, which follow from timings.
+
+    A cascade is chosen if the spacing of its fine stage is finer by `LEAST_GAIN`.
 
     Args:
         fingerprint: Facts of the cases.
         wishes: Memory and time.
         planner: Predicts memory and time of a setting.
 
+    Returns:
+        The setting of a single stage, or those of the coarse and the fine stage.
+
     Raises:
         UserError: If nothing fits into the memory; names the least memory that is needed.
     """
-    finest_mm = next(spacings(fingerprint))
-    reference = _make_setting(finest_mm, REFERENCE_CUBE, fingerprint, wishes, planner)
+    single = choose_patches(single_view(fingerprint), wishes, planner)
+    coarse_view, fine_view = cascade_views(fingerprint)
+    fine = choose_patches(fine_view, wishes, planner)
+    gain = math.prod(single.spacing_mm) / math.prod(fine.spacing_mm)
+    if gain < LEAST_GAIN:
+        return (single,)
+    coarse = choose_whole_scans(coarse_view, wishes, planner)
+    return (single,) if coarse is None else (coarse, fine)
+
+
+def choose_whole_scans(view: StageView, wishes: Wishes, planner: Planner) -> Setting | None:
+    """Choose the setting of a coarse stage, which sees whole scans.
+
+    Returns:
+        The setting with the finest spacing that fits into the memory and leaves time for
+        `WANTED_STEPS` steps; None if there is none.
+    """
+    settings = [_whole_scans(spacing_mm, view, wishes, planner) for spacing_mm in spacings(view)]
+    # As in `choose_patches`, one prediction is enough for the speed of the machine.
+    voxels_per_s = settings[-1].step_voxels / planner.predict(settings[-1]).seconds
+    seen_voxels = voxels_per_s * view.time_share * wishes.training_s
+    for setting in settings:
+        if seen_voxels < WANTED_STEPS * setting.step_voxels:
+            continue
+        fitting = _with_fitting_switches(setting, wishes, planner)
+        if fitting is not None:
+            return fitting
+    return None
+
+
+def choose_patches(view: StageView, wishes: Wishes, planner: Planner) -> Setting:
+    """Choose the setting of a single or fine stage, which is trained on patches.
+
+    Raises:
+        UserError: If nothing fits into the memory; names the least memory that is needed.
+    """
+    finest_mm = next(spacings(view))
+    reference = _with_patches(finest_mm, REFERENCE_CUBE, view, wishes, planner)
     # The time of a step is assumed proportional to its voxels, so that one prediction is enough.
     voxels_per_s = reference.step_voxels / planner.predict(reference).seconds
-    seen_voxels = voxels_per_s * wishes.training_s
-    spacing_mm = affordable_spacing(fingerprint, seen_voxels)
+    seen_voxels = voxels_per_s * view.time_share * wishes.training_s
+    spacing_mm = affordable_spacing(view, seen_voxels)
     # Largest patch first. The dictionary drops repetitions: several cubes may give the same patch.
-    all_settings = [_make_setting(spacing_mm, cube, fingerprint, wishes, planner) for cube in CUBES]
+    all_settings = [_with_patches(spacing_mm, cube, view, wishes, planner) for cube in CUBES]
     settings = list(dict.fromkeys(all_settings))
     affordable_settings = []
     for setting in settings:
@@ -121,63 +161,74 @@ def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> Settin
             affordable_settings.append(setting)
     # If no patch is affordable, the smallest patch is the only candidate.
     setting = first_fitting(affordable_settings or settings[-1:], wishes, planner)
-    return widened(setting, seen_voxels, wishes, planner)
+    if seen_voxels < MANY_STEPS * setting.step_voxels:
+        return setting
+    return widened(setting, view, wishes, planner)
 
 
-def _make_setting(
-    spacing_mm: Triple, cube: int, fingerprint: Fingerprint, wishes: Wishes, planner: Planner
+def _whole_scans(spacing_mm: Triple, view: StageView, wishes: Wishes, planner: Planner) -> Setting:
+    """Make the setting of a coarse stage, with the smaller network and the fastest switches.
+
+    Args:
+        spacing_mm: Spacing of the voxels, (z, y, x).
+        view: Has the lengths of the scans.
+        wishes: Has the candidate memory switches.
+        planner: States the required multiple of a sample.
+    """
+    setting = Setting(view.stage, spacing_mm, (1, 1, 1), UNET, wishes.memory[0])
+    lengths = []
+    for length_mm, voxel_mm in zip(view.extent_mm, spacing_mm, strict=True):
+        lengths.append(math.ceil(length_mm / voxel_mm))
+    depth, height, width = lengths
+    shape = network_size((depth, height, width), planner.divisor(setting))
+    return replace(setting, patch_size=shape)
+
+
+def _with_patches(
+    spacing_mm: Triple, cube: int, view: StageView, wishes: Wishes, planner: Planner
 ) -> Setting:
     """Make the setting of a spacing and a patch, with the smaller network and the fastest switches.
 
     Args:
         spacing_mm: Spacing of the voxels, (z, y, x).
         cube: Side length, in voxels, of a cube with about as many voxels as the patch.
-        fingerprint: Facts of the cases.
+        view: Has the lengths of the scans or crops.
         wishes: Has the candidate memory switches.
         planner: States the required multiple of a patch.
     """
-    setting = Setting(
-        spacing_mm, patch_size=(cube, cube, cube), model=UNET, memory=wishes.memory[0]
-    )
+    setting = Setting(view.stage, spacing_mm, (cube, cube, cube), UNET, wishes.memory[0])
     divisor = planner.divisor(setting)
-    patch = patch_shape(cube, spacing_mm, fingerprint.extent_mm, divisor)
+    patch = patch_shape(cube, spacing_mm, view.extent_mm, divisor)
     return replace(setting, patch_size=patch)
 
 
-def spacings(fingerprint: Fingerprint) -> Iterator[Triple]:
-    """Yield the candidate spacings, the finest first.
+def spacings(view: StageView) -> Iterator[Triple]:
+    """Yield the candidate spacings of a stage, the finest first.
 
-    At the finest spacing the smallest label is `VOXELS_ACROSS` voxels across, at the coarsest
-    `LEAST_VOXELS_ACROSS`. No axis is finer than in the median scan, which holds no finer detail.
+    No axis is finer than in the median scan, which holds no finer detail.
     """
-    _, size_mm = fingerprint.smallest_label
-    voxel_mm = size_mm / VOXELS_ACROSS
+    voxel_mm = view.finest_mm
     # The factor 1.001 keeps rounding errors from leaving out the coarsest spacing.
-    while voxel_mm <= size_mm / LEAST_VOXELS_ACROSS * 1.001:
+    while voxel_mm <= view.coarsest_mm * 1.001:
         # Rounded to two digits for readers of the experiment.
-        z, y, x = (float(f"{max(voxel_mm, mm):.2g}") for mm in fingerprint.spacing_mm)
+        z, y, x = (float(f"{max(voxel_mm, mm):.2g}") for mm in view.scan_spacing_mm)
         yield z, y, x
         voxel_mm *= COARSER
 
 
-def scan_voxels(fingerprint: Fingerprint, spacing_mm: Triple) -> float:
-    """Count the voxels of the median scan at a spacing."""
-    return math.prod(fingerprint.extent_mm) / math.prod(spacing_mm)
-
-
-def affordable_spacing(fingerprint: Fingerprint, seen_voxels: float) -> Triple:
-    """Find the finest spacing at which a training sees `WANTED_PASSES` times a scan's voxels.
+def affordable_spacing(view: StageView, seen_voxels: float) -> Triple:
+    """Find the finest spacing at which a training sees `WANTED_PASSES` times a case's voxels.
 
     Args:
-        fingerprint: Facts of the cases.
+        view: What the stage sees.
         seen_voxels: Voxels that a training sees.
 
     Returns:
         The spacing, (z, y, x); the coarsest spacing if the training sees fewer voxels at each.
     """
-    *finer_spacings_mm, coarsest_mm = spacings(fingerprint)
+    *finer_spacings_mm, coarsest_mm = spacings(view)
     for spacing_mm in finer_spacings_mm:
-        if seen_voxels >= WANTED_PASSES * scan_voxels(fingerprint, spacing_mm):
+        if seen_voxels >= WANTED_PASSES * view.case_voxels(spacing_mm):
             return spacing_mm
     return coarsest_mm
 
@@ -222,14 +273,15 @@ def first_fitting(settings: Sequence[Setting], wishes: Wishes, planner: Planner)
     Raises:
         UserError: If no setting fits; names the least memory that a setting needs.
     """
-    least_gib = math.inf
+    for setting in settings:
+        fitting = _with_fitting_switches(setting, wishes, planner)
+        if fitting is not None:
+            return fitting
+    peaks_gib = []
     for setting in settings:
         for memory in wishes.memory:
-            switched = replace(setting, memory=memory)
-            prediction = planner.predict(switched)
-            if fits(prediction, wishes):
-                return switched
-            least_gib = min(least_gib, prediction.peak_gib * (1 + MARGIN))
+            peaks_gib.append(planner.predict(replace(setting, memory=memory)).peak_gib)
+    least_gib = min(peaks_gib) * (1 + MARGIN)
     # Rounded up to 0.05 GiB.
     nearest_gib = math.ceil(least_gib * 20) / 20
     raise UserError(
@@ -238,23 +290,30 @@ def first_fitting(settings: Sequence[Setting], wishes: Wishes, planner: Planner)
     )
 
 
-def widened(setting: Setting, seen_voxels: float, wishes: Wishes, planner: Planner) -> Setting:
-    """Take the wider network if there is time for `MANY_STEPS` steps of the smaller network.
+def _with_fitting_switches(setting: Setting, wishes: Wishes, planner: Planner) -> Setting | None:
+    """Take the fastest memory switches with which a setting fits into the memory; None if none."""
+    for memory in wishes.memory:
+        switched = replace(setting, memory=memory)
+        if fits(planner.predict(switched), wishes):
+            return switched
+    return None
+
+
+def widened(setting: Setting, view: StageView, wishes: Wishes, planner: Planner) -> Setting:
+    """Take the wider network.
 
     The smaller network is kept if the wider network does not fit into the memory, or if there is
     time for fewer than `WANTED_STEPS` steps of the wider network.
 
     Args:
         setting: Setting with the smaller network.
-        seen_voxels: Voxels that a training with the smaller network sees.
+        view: Has the stage's share of the time.
         wishes: Memory and time.
         planner: Predicts memory and time of a setting.
     """
-    if seen_voxels < MANY_STEPS * setting.step_voxels:
-        return setting
     wide = replace(setting, model=WIDE_UNET)
     prediction = planner.predict(wide)
-    num_steps = wishes.training_s / prediction.seconds
+    num_steps = view.time_share * wishes.training_s / prediction.seconds
     if fits(prediction, wishes) and num_steps >= WANTED_STEPS:
         return wide
     return setting
@@ -273,26 +332,35 @@ def with_steps(setting: Setting, steps: int) -> Setting:
     return replace(setting, batch_size=batch_size, steps=steps // batch_size)
 
 
-def least_steps(setting: Setting, fingerprint: Fingerprint) -> int:
-    """Count the steps of one patch in which a training sees `LEAST_PASSES` times a scan's voxels.
+def least_steps(setting: Setting, view: StageView) -> int:
+    """Count the steps of one patch in which a training sees `LEAST_PASSES` times a case's voxels.
 
     The result is at least `LEAST_STEPS`.
     """
-    num_seen_voxels = LEAST_PASSES * scan_voxels(fingerprint, setting.spacing_mm)
+    num_seen_voxels = LEAST_PASSES * view.case_voxels(setting.spacing_mm)
     return max(LEAST_STEPS, math.ceil(num_seen_voxels / math.prod(setting.patch_size)))
 
 
-def with_smaller_patch(
-    setting: Setting, fingerprint: Fingerprint, planner: Planner
+def with_smaller_samples(
+    setting: Setting, view: StageView, wishes: Wishes, planner: Planner
 ) -> Setting | None:
-    """Take the next smaller patch, for a setting that took more memory than predicted.
+    """Take smaller samples, for a setting that took more memory than predicted.
+
+    Patches become smaller; whole scans get the next coarser spacing.
 
     Returns:
-        The setting; None if there is no smaller patch.
+        The setting; None if there is no smaller sample.
     """
-    divisor = planner.divisor(setting)
-    for cube in CUBES:
-        patch = patch_shape(cube, setting.spacing_mm, fingerprint.extent_mm, divisor)
-        if math.prod(patch) < math.prod(setting.patch_size):
-            return replace(setting, patch_size=patch)
+    candidates = []
+    if view.stage is StageName.coarse:
+        for spacing_mm in spacings(view):
+            candidates.append(_whole_scans(spacing_mm, view, wishes, planner))
+    else:
+        for cube in CUBES:
+            candidates.append(_with_patches(setting.spacing_mm, cube, view, wishes, planner))
+    for candidate in candidates:
+        if candidate.step_voxels < math.prod(setting.patch_size):
+            return replace(
+                setting, spacing_mm=candidate.spacing_mm, patch_size=candidate.patch_size
+            )
     return None

@@ -1,10 +1,11 @@
-"""The `configure` command: chooses a setting, times it, and writes an experiment with reasons."""
+"""The `configure` command: chooses settings, times them, and writes experiments with reasons."""
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 
@@ -14,6 +15,7 @@ from medseg.config.schema import ConfigureConfig
 from medseg.console import say
 from medseg.data.case_table import Case, normalise_name
 from medseg.data.cases import find_cases
+from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.tables import markdown_table
@@ -27,7 +29,7 @@ from medseg.studies.configure.choose import (
     Wishes,
     choose,
     least_steps,
-    with_smaller_patch,
+    with_smaller_samples,
     with_steps,
 )
 from medseg.studies.configure.fingerprint import Fingerprint, read_fingerprint
@@ -36,12 +38,14 @@ from medseg.studies.configure.planner import MachinePlanner
 from medseg.studies.configure.reasons import extent_text, passes_line, reasons_of, wishes_line
 from medseg.studies.configure.setting import (
     Setting,
+    cascade_text,
     experiment_text,
     group_choices,
     key_values,
     yaml_text,
 )
-from medseg.studies.configure.times import Costs, Schedule
+from medseg.studies.configure.stage_views import StageView, cascade_views, single_view
+from medseg.studies.configure.times import Costs, Schedule, StageCosts
 from medseg.studies.cross_validate import check_folds
 from medseg.studies.train_arguments import arguments_for_train
 from medseg.task import LabelValues, Task
@@ -60,11 +64,27 @@ HALF_SWITCHES = ("amp", "amp_checkpoint", "lean")
 MOST_SLOWNESS = 1.5
 
 
+class Part(NamedTuple):
+    """What the files say of a stage.
+
+    Attributes:
+        setting: Its choices.
+        reasons: Group or key of its experiment to the reason.
+        prediction: Predicted memory and time.
+        costs: Measured memory and time.
+    """
+
+    setting: Setting
+    reasons: dict[str, str]
+    prediction: Prediction
+    costs: StageCosts
+
+
 def configure(config: ConfigureConfig) -> int:
     """Write an experiment that fits the cases, the memory and the hours, with its reasons.
 
     Writes `experiment.yaml`, `configure.md` with the reasons, `configure.json` with the predicted
-    numbers, and `fingerprint.csv`.
+    numbers, and `fingerprint.csv`; for two stages also `coarse.yaml` and `fine.yaml`.
 
     Returns:
         Exit code, always 0.
@@ -94,25 +114,33 @@ def configure(config: ConfigureConfig) -> int:
         timed_steps=config.timed_steps,
         is_on_processor=not is_gpu,
     )
-    planner = MachinePlanner(task, fingerprint.largest, arguments, pilot.folder / "planned.yaml")
+    views = {view.stage: view for view in (single_view(fingerprint), *cascade_views(fingerprint))}
+    largest_mm = {stage: view.largest_mm for stage, view in views.items()}
+    planner = MachinePlanner(task, largest_mm, arguments, pilot.folder / "planned.yaml")
     say("configure: predicting memory and time; the first time on a machine takes minutes")
     try:
-        setting = choose(fingerprint, wishes, planner)
-        setting, costs = measure_setting(setting, fingerprint, wishes, planner, pilot)
+        settings = choose(fingerprint, wishes, planner)
+        settings, costs = measure_settings(settings, fingerprint, views, wishes, planner, pilot)
         # Predicted here, for a step of one patch like `costs`: `with_steps` chooses the batch size
-        # later. If the setting is new, the planner writes a file into the folder of the pilot.
-        prediction = planner.predict(setting)
+        # later. If a setting is new, the planner writes a file into the folder of the pilot.
+        predictions = [planner.predict(setting) for setting in settings]
     finally:
         shutil.rmtree(pilot.folder, ignore_errors=True)
     schedule = Schedule(costs, config.num_folds, len(cases))
-    steps = schedule.steps_within(config.hours, least_steps(setting, fingerprint))
-    setting = with_steps(setting, steps)
-    reasons = reasons_of(setting, fingerprint, task, wishes, costs)
+    shares = [views[setting.stage].time_share for setting in settings]
+    fewest_steps = [least_steps(setting, views[setting.stage]) for setting in settings]
+    steps = schedule.steps_within(config.hours, shares, fewest_steps)
+    settings = tuple(map(with_steps, settings, steps))
     command = next_command(output, config.num_folds, arguments)
     head = [f"Written by medseg configure for {wishes_line(wishes)}.", f"Run: {command}"]
-    replace_text(output / EXPERIMENT, experiment_text(setting, task, reasons, head))
-    _write_facts(output, setting, schedule, wishes, prediction)
-    report = report_text(setting, task, reasons, schedule, wishes, prediction)
+    parts = []
+    for setting, prediction, stage_costs in zip(settings, predictions, costs.stages, strict=True):
+        view = views[setting.stage]
+        reasons = reasons_of(setting, view, task, wishes, stage_costs)
+        parts.append(Part(setting, reasons, prediction, stage_costs))
+    _write_experiments(output, parts, task, head)
+    _write_facts(output, parts, schedule, wishes)
+    report = report_text(parts, task, schedule, wishes)
     replace_text(output / REPORT, report)
     print(report)
     print(f"next: {command}", flush=True)
@@ -162,50 +190,60 @@ def _switches(*, is_gpu: bool) -> tuple[str, ...]:
     return SWITCHES
 
 
-def measure_setting(
-    setting: Setting,
+def measure_settings(
+    settings: tuple[Setting, ...],
     fingerprint: Fingerprint,
+    views: Mapping[StageName, StageView],
     wishes: Wishes,
     planner: MachinePlanner,
     pilot: Pilot,
-) -> tuple[Setting, Costs]:
-    """Time a setting, and replace it if it is slow or takes too much memory.
+) -> tuple[tuple[Setting, ...], Costs]:
+    """Time the settings of all stages, and replace those that are slow or take too much memory.
 
-    If a step is much slower than predicted (`MOST_SLOWNESS`), another setting is chosen, once. As
-    long as the setting takes more memory than `wishes.fit_gib`, its patch is made smaller.
+    If a step is much slower than predicted (`MOST_SLOWNESS`), all is chosen again, once. As long as
+    more memory is taken than `wishes.fit_gib`, the samples of the stage that takes most are made
+    smaller.
 
     Returns:
-        The final setting, and its measured costs.
+        The final settings, and their measured costs.
 
     Raises:
-        UserError: If the smallest patch takes too much memory; names the measured memory.
+        UserError: If the smallest samples take too much memory; names the measured memory.
     """
-    costs = pilot.measure(setting)
-    slowness = costs.step_s / planner.predict(setting).seconds
+    costs = pilot.measure(settings)
+    slowness = max(
+        stage.step_s / planner.predict(setting).seconds
+        for setting, stage in zip(settings, costs.stages, strict=True)
+    )
     if slowness > MOST_SLOWNESS:
         # The planner predicts times of an idle machine. Other programs may slow this machine, so
         # that it does in the user's hours what the planner predicts for fewer hours.
         hours = wishes.hours / slowness
         cheaper = choose(fingerprint, wishes._replace(hours=hours), planner)
-        if cheaper != setting:
+        if cheaper != settings:
             say(f"configure: a step took {slowness:.1f} times the predicted time; choosing again")
-            setting = cheaper
-            costs = pilot.measure(setting)
+            settings = cheaper
+            costs = pilot.measure(settings)
     while costs.peak_gib > wishes.fit_gib:
         say(
             f"configure: {costs.peak_gib:.2f} GiB were measured, more than "
-            f"fit_gib={wishes.fit_gib:g}; trying a smaller patch"
+            f"fit_gib={wishes.fit_gib:g}; trying smaller samples"
         )
-        next_setting = with_smaller_patch(setting, fingerprint, planner)
-        if next_setting is None:
+        # A prediction holds the tiles of the last stage, which are as large as its patches.
+        peaks_gib = [stage.peak_gib for stage in costs.stages]
+        peaks_gib[-1] = max(peaks_gib[-1], costs.predict_peak_gib)
+        index = peaks_gib.index(max(peaks_gib))
+        setting = settings[index]
+        smaller = with_smaller_samples(setting, views[setting.stage], wishes, planner)
+        if smaller is None:
             # The wish keeps the margin that predictions need.
             raise UserError(
-                f"fit_gib={wishes.fit_gib:g}: the smallest patch took {costs.peak_gib:.2f} GiB; "
+                f"fit_gib={wishes.fit_gib:g}: the smallest samples took {costs.peak_gib:.2f} GiB; "
                 f"the nearest possible wish is fit_gib={costs.peak_gib * (1 + MARGIN):.2f}"
             )
-        setting = next_setting
-        costs = pilot.measure(setting)
-    return setting, costs
+        settings = (*settings[:index], smaller, *settings[index + 1 :])
+        costs = pilot.measure(settings)
+    return settings, costs
 
 
 def next_command(output: Path, num_folds: int, arguments: Sequence[str]) -> str:
@@ -238,51 +276,78 @@ def _as_typed(argument: str) -> str:
     return argument
 
 
-def _write_facts(
-    output: Path, setting: Setting, schedule: Schedule, wishes: Wishes, prediction: Prediction
+def _write_experiments(
+    output: Path, parts: Sequence[Part], task: Task, head: Sequence[str]
 ) -> None:
+    """Write the experiment of a single stage; or those of both stages, and one that names them.
+
+    Args:
+        output: Folder of the files.
+        parts: The stages.
+        task: Labels and channels.
+        head: Lines of the comment at the top of `experiment.yaml`.
+    """
+    if len(parts) == 1:
+        (part,) = parts
+        text = experiment_text(part.setting, task, part.reasons, head)
+        replace_text(output / EXPERIMENT, text)
+        return
+    files = {}
+    for part in parts:
+        stage = part.setting.stage
+        files[stage] = f"{stage.value}.yaml"
+        stage_head = [f"The {stage.value} stage of {EXPERIMENT}."]
+        text = experiment_text(part.setting, task, part.reasons, stage_head)
+        replace_text(output / files[stage], text)
+    replace_text(output / EXPERIMENT, cascade_text(task, files, head))
+
+
+def _write_facts(output: Path, parts: Sequence[Part], schedule: Schedule, wishes: Wishes) -> None:
     """Write the choices, the predicted and the measured numbers as JSON."""
+    num_patches = [part.setting.num_patches for part in parts]
     facts = {
         "fit_gib": wishes.fit_gib,
         "hours": wishes.hours,
         "num_folds": wishes.num_folds,
-        "setting": asdict(setting),
-        "planned": prediction._asdict(),
+        "settings": [asdict(part.setting) for part in parts],
+        "planned": [part.prediction._asdict() for part in parts],
         "costs": asdict(schedule.costs),
         "peak_gib": round(schedule.costs.peak_gib, 3),
-        "parts_s": schedule.parts(setting.steps, setting.batch_size),
-        "total_s": round(schedule.total_s(setting.steps, setting.batch_size), 1),
+        "parts_s": schedule.parts(num_patches),
+        "total_s": round(schedule.total_s(num_patches), 1),
     }
     replace_text(output / FACTS, json.dumps(facts, indent=1))
 
 
-def report_text(
-    setting: Setting,
-    task: Task,
-    reasons: dict[str, str],
-    schedule: Schedule,
-    wishes: Wishes,
-    prediction: Prediction,
-) -> str:
+def report_text(parts: Sequence[Part], task: Task, schedule: Schedule, wishes: Wishes) -> str:
     """Write the report in Markdown.
 
     The report has the choices with their reasons, the expected time of each part, and predicted
     beside measured memory and time.
     """
-    choices = {**group_choices(setting, task), **key_values(setting, task)}
-    rows = []
-    for key, value in choices.items():
-        rows.append({"key": key, "value": yaml_text(value), "reason": reasons[key]})
+    sections = [f"Experiment for {wishes_line(wishes)}.\n"]
+    for part in parts:
+        setting = part.setting
+        choices = {**group_choices(setting, task), **key_values(setting, task)}
+        rows = []
+        for key, value in choices.items():
+            rows.append({"key": key, "value": yaml_text(value), "reason": part.reasons[key]})
+        sections.append(f"{markdown_table(rows)}")
+    num_patches = [part.setting.num_patches for part in parts]
     times = []
-    for part, seconds in schedule.parts(setting.steps, setting.batch_size).items():
-        times.append({"part": part, "seconds": round(seconds)})
-    total_s = schedule.total_s(setting.steps, setting.batch_size)
-    times.append({"part": "total", "seconds": round(total_s)})
-    costs = schedule.costs
-    return (
-        f"Experiment for {wishes_line(wishes)}.\n\n{markdown_table(rows)}\n{passes_line()}\n\n"
-        f"Expected time, by timed steps on this machine as busy as it was:\n\n"
-        f"{markdown_table(times)}\n"
-        f"Memory: {prediction.peak_gib:.2f} GiB predicted, {costs.peak_gib:.2f} measured. "
-        f"A patch: {prediction.seconds:.3g} s predicted, {costs.step_s:.3g} measured.\n"
-    )
+    for name, seconds in schedule.parts(num_patches).items():
+        times.append({"part": name, "seconds": round(seconds)})
+    times.append({"part": "total", "seconds": round(schedule.total_s(num_patches))})
+    sections += [
+        passes_line() + "\n",
+        "Expected time, by timed steps on this machine as busy as it was:\n",
+        markdown_table(times),
+    ]
+    for part in parts:
+        sections.append(
+            f"Memory of the stage {part.setting.stage.value}: {part.prediction.peak_gib:.2f} GiB "
+            f"predicted, {part.costs.peak_gib:.2f} measured. A patch: "
+            f"{part.prediction.seconds:.3g} s predicted, {part.costs.step_s:.3g} measured.\n"
+        )
+    sections.append(f"Memory of a prediction: {schedule.costs.predict_peak_gib:.2f} GiB measured.")
+    return "\n".join(sections) + "\n"

@@ -1,7 +1,7 @@
 """Fingerprint of a data set: sizes, spacings, intensities and labels of its cases."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,18 +15,20 @@ from medseg.data.case_table import Case
 from medseg.data.source_case import SourceCase, read_source
 from medseg.io.tables import write_csv
 from medseg.knob import Triple
-from medseg.task import LabelValues, Task
+from medseg.task import LabelValues, Region, Task
 
 MM3_PER_ML = 1000.0
+# Name of the region with all labels, for a task that has no regions.
+ONE_REGION = "organs"
 
 
 @dataclass(frozen=True)
 class LabelFacts:
-    """Size of a label in one case, all components together.
+    """Size of a label or region in one case, all components together.
 
     Attributes:
-        volume_ml: Volume of the label.
-        extent_mm: Lengths of the label's bounding box, (z, y, x).
+        volume_ml: Its volume.
+        extent_mm: Lengths of its bounding box, (z, y, x).
     """
 
     volume_ml: float
@@ -54,6 +56,8 @@ class CaseFacts:
         low: First percentile of the values of the first channel, in HU for a CT.
         high: 99th percentile of the values of the first channel.
         labels: Label name to size; labels that the case lacks are left out.
+        regions: Name of a region of `cascade_regions` to the size of all its labels together;
+            regions that the case lacks are left out.
     """
 
     name: str
@@ -62,6 +66,7 @@ class CaseFacts:
     low: float
     high: float
     labels: dict[str, LabelFacts]
+    regions: dict[str, LabelFacts]
 
     @property
     def extent_mm(self) -> Triple:
@@ -84,12 +89,12 @@ class Fingerprint:
     @cached_property
     def spacing_mm(self) -> Triple:
         """Median spacing of each axis, (z, y, x)."""
-        return _median_triple([case.spacing_mm for case in self.cases])
+        return median_triple([case.spacing_mm for case in self.cases])
 
     @cached_property
     def extent_mm(self) -> Triple:
         """Median lengths of the scans, (z, y, x)."""
-        return _median_triple([case.extent_mm for case in self.cases])
+        return median_triple([case.extent_mm for case in self.cases])
 
     @cached_property
     def largest(self) -> CaseFacts:
@@ -99,13 +104,12 @@ class Fingerprint:
     @cached_property
     def smallest_label(self) -> tuple[str, float]:
         """Label with the smallest median distance across, and this median in mm."""
-        sizes_mm: dict[str, list[float]] = {}
-        for case in self.cases:
-            for name, label in case.labels.items():
-                sizes_mm.setdefault(name, []).append(label.size_mm)
-        medians_mm = {name: median(label_sizes_mm) for name, label_sizes_mm in sizes_mm.items()}
-        smallest = min(medians_mm, key=medians_mm.__getitem__)
-        return smallest, medians_mm[smallest]
+        return _smallest(case.labels for case in self.cases)
+
+    @cached_property
+    def smallest_region(self) -> tuple[str, float]:
+        """Region with the smallest median distance across, and this median in mm."""
+        return _smallest(case.regions for case in self.cases)
 
     def write(self, path: Path) -> None:
         """Write one row per case and label as CSV."""
@@ -155,19 +159,15 @@ def facts_of(name: str, source: SourceCase, task: Task) -> CaseFacts:
     """
     grid = source.grid
     labels: dict[str, LabelFacts] = {}
+    regions: dict[str, LabelFacts] = {}
     if source.labels is not None:
-        # Item v - 1 has the slices of the bounding box of the value v, or None if the map lacks v.
-        # The list ends at the largest value in the map.
-        boxes = ndimage.find_objects(source.labels)
-        for label, value in task.labels.items():
-            box = boxes[value - 1] if value <= len(boxes) else None
-            if box is None:
-                continue
-            lengths = [axis_slice.stop - axis_slice.start for axis_slice in box]
-            depth_mm, height_mm, width_mm = np.multiply(lengths, grid.spacing_mm).tolist()
-            num_voxels = int(np.count_nonzero(source.labels[box] == value))
-            volume_ml = num_voxels * math.prod(grid.spacing_mm) / MM3_PER_ML
-            labels[label] = LabelFacts(volume_ml, (depth_mm, height_mm, width_mm))
+        counts, boxes = _count_and_bound(source.labels, task)
+        for label in counts:
+            labels[label] = _size_of([label], counts, boxes, grid.spacing_mm)
+        for region in cascade_regions(task):
+            present_labels = [label for label in region.labels if label in counts]
+            if present_labels:
+                regions[region.name] = _size_of(present_labels, counts, boxes, grid.spacing_mm)
     # In spite of its name, `hu` holds percentiles in the unit of the first channel.
     percentiles = source.audit.hu
     return CaseFacts(
@@ -177,10 +177,81 @@ def facts_of(name: str, source: SourceCase, task: Task) -> CaseFacts:
         low=percentiles["p01"],
         high=percentiles["p99"],
         labels=labels,
+        regions=regions,
     )
 
 
-def _median_triple(triples: Sequence[Triple]) -> Triple:
+def cascade_regions(task: Task) -> tuple[Region, ...]:
+    """Return the regions that a cascade for a task would find.
+
+    They are those of the task. If it has none, they are one region with all labels.
+    """
+    return task.regions or (Region(ONE_REGION, tuple(task.labels)),)
+
+
+def _count_and_bound(
+    label_map: np.ndarray, task: Task
+) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+    """Count the voxels of each label in a label map, and find its bounding box.
+
+    Returns:
+        Label name to number of voxels, and label name to the first and the last corner of its box,
+        (2, 3), voxels; labels that the map lacks are left out.
+    """
+    counts = {}
+    boxes = {}
+    # Item v - 1 has the slices of the bounding box of the value v, or None if the map lacks v. The
+    # list ends at the largest value in the map.
+    found = ndimage.find_objects(label_map)
+    for label, value in task.labels.items():
+        box = found[value - 1] if value <= len(found) else None
+        if box is None:
+            continue
+        counts[label] = int(np.count_nonzero(label_map[box] == value))
+        starts = [axis_slice.start for axis_slice in box]
+        stops = [axis_slice.stop for axis_slice in box]
+        boxes[label] = np.array([starts, stops])
+    return counts, boxes
+
+
+def _size_of(
+    labels: Sequence[str],
+    counts: Mapping[str, int],
+    boxes: Mapping[str, np.ndarray],
+    spacing_mm: Triple,
+) -> LabelFacts:
+    """Compute the size of labels together.
+
+    Args:
+        labels: Names of the labels, at least one.
+        counts: Label name to number of voxels.
+        boxes: Label name to the first and the last corner of its bounding box, (2, 3), voxels.
+        spacing_mm: Spacing of the voxels, (z, y, x).
+    """
+    corners = np.stack([boxes[label] for label in labels])
+    lengths = corners[:, 1].max(axis=0) - corners[:, 0].min(axis=0)
+    depth_mm, height_mm, width_mm = np.multiply(lengths, spacing_mm).tolist()
+    num_voxels = sum(counts[label] for label in labels)
+    volume_ml = num_voxels * math.prod(spacing_mm) / MM3_PER_ML
+    return LabelFacts(volume_ml, (depth_mm, height_mm, width_mm))
+
+
+def _smallest(cases: Iterable[Mapping[str, LabelFacts]]) -> tuple[str, float]:
+    """Find the name with the smallest median distance across, and this median in mm.
+
+    Args:
+        cases: Name to size, for each case.
+    """
+    sizes_mm: dict[str, list[float]] = {}
+    for sizes in cases:
+        for name, size in sizes.items():
+            sizes_mm.setdefault(name, []).append(size.size_mm)
+    medians_mm = {name: median(all_sizes_mm) for name, all_sizes_mm in sizes_mm.items()}
+    smallest = min(medians_mm, key=medians_mm.__getitem__)
+    return smallest, medians_mm[smallest]
+
+
+def median_triple(triples: Sequence[Triple]) -> Triple:
     """Compute the median along each axis, (z, y, x)."""
     z, y, x = (median(along_axis) for along_axis in zip(*triples, strict=True))
     return z, y, x

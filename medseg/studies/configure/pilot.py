@@ -10,11 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from medseg.cascade.cascade import REFINE
 from medseg.config.overrides import text_of
 from medseg.console import say
 from medseg.data.audit.table import READY
 from medseg.data.cache import prepare_cases
 from medseg.data.case_table import Case, write_case_table
+from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.tables import read_csv
@@ -29,7 +31,7 @@ from medseg.studies.command_steps import (
 )
 from medseg.studies.configure.fingerprint import Fingerprint
 from medseg.studies.configure.setting import Setting, experiment_text
-from medseg.studies.configure.times import Costs
+from medseg.studies.configure.times import Costs, StageCosts
 from medseg.studies.train_arguments import key_of, merge_arguments
 from medseg.task import LabelValues, Task
 
@@ -74,31 +76,32 @@ class Pilot:
     timed_steps: int
     is_on_processor: bool
 
-    def measure(self, setting: Setting) -> Costs:
+    def measure(self, settings: Sequence[Setting]) -> Costs:
         """Train, predict and score as `cross_validate` would, and time each part.
+
+        Args:
+            settings: Setting of a single stage, or those of both stages of a cascade.
 
         Raises:
             UserError: If a command fails, or the prediction of the largest case, with its message.
         """
         largest, training_cases = pick_cases(self.cases, self.fingerprint)
         shutil.rmtree(self.folder, ignore_errors=True)
-        prepare_s = self._prepare([largest, *training_cases], setting)
-        steps = self.timed_steps
-        text = experiment_text(replace(setting, steps=steps), self.task, reasons={})
-        replace_text(self.folder / "experiment.yaml", text)
+        prepare_s = 0.0
+        for setting in settings:
+            prepare_s += self._prepare([largest, *training_cases], setting)
         # The largest case is held out: its validation and prediction show the peak memory.
         held_out, _ = largest
         table_cases = [replace(held_out, split="val")]
         table_cases += [replace(case, split="train") for case, _ in training_cases]
         write_case_table(self.folder / "cases.csv", table_cases)
         say(
-            f"configure: timing {steps} steps, a prediction and its scores, which mean nothing "
-            "after so few steps"
+            f"configure: timing {self.timed_steps} steps, a prediction and its scores, which mean "
+            "nothing after so few steps"
         )
-        run_dir = self.folder / "run"
-        train_s = self._time(self._train_step(run_dir))
+        stages = [self._time_training(setting) for setting in settings]
         table = write_case_table(self.folder / "held_out.csv", [replace(held_out, split=None)])
-        predict_s = self._time(self._predict_step(table, last_checkpoint(run_dir)))
+        predict_s = self._time(self._predict_step(table, settings))
         # A command that fails on a case alone has not failed as a whole, see `has_failed`.
         messages = failed_predictions(self.folder / "predictions")
         if messages:
@@ -107,28 +110,54 @@ class Pilot:
         score_s = self._time(evaluate_step(self.folder, table, self.plain_task, self.label_values))
         report_file = self.folder / "predictions" / f"{held_out.name}.json"
         report = json.loads(report_file.read_text(encoding="utf-8"))
-        largest_case_s = report["durations_s"]["total"]
-        summary = read_summary(run_dir)
-        step_s = median_of(run_dir, "seconds_per_step")
-        if self.is_on_processor:
-            _warn_if_busy(median_of(run_dir, "cpu_percent"))
         # Start and end of a command, without the work on the case; assumed to be the same for
         # `predict` and `evaluate`.
-        overhead_s = max(0.0, predict_s - largest_case_s)
+        overhead_s = max(0.0, predict_s - report["durations_s"]["total"])
         # Times of the largest case are scaled to a mean case by the volume of the field of view:
         # the time is proportional to the number of tiles, which cover the field of view.
         mean_share = self._mean_share()
-        train_peak_gib = summary["peak_resident_mib"] / 2**10
-        predict_peak_gib = report["peak_resident_bytes"] / GIB
         return Costs(
-            step_s=step_s,
+            stages=tuple(stages),
             prepare_s=prepare_s,
-            train_start_s=max(0.0, train_s - steps * step_s),
             predict_start_s=overhead_s,
-            case_s=mean_share * largest_case_s,
+            case_s=mean_share * self._largest_case_s(report["durations_s"]),
             score_s=mean_share * max(0.0, score_s - overhead_s),
-            peak_gib=max(train_peak_gib, predict_peak_gib),
+            predict_peak_gib=report["peak_resident_bytes"] / GIB,
         )
+
+    def _time_training(self, setting: Setting) -> StageCosts:
+        """Train a stage for a few steps, and measure its costs."""
+        steps = self.timed_steps
+        text = experiment_text(replace(setting, steps=steps), self.task, reasons={})
+        replace_text(self._experiment(setting.stage), text)
+        train_s = self._time(self._train_step(setting.stage))
+        run_dir = self._run_dir(setting.stage)
+        step_s = median_of(run_dir, "seconds_per_step")
+        if self.is_on_processor:
+            _warn_if_busy(median_of(run_dir, "cpu_percent"))
+        return StageCosts(
+            step_s=step_s,
+            start_s=max(0.0, train_s - steps * step_s),
+            peak_gib=read_summary(run_dir)["peak_resident_mib"] / 2**10,
+        )
+
+    def _largest_case_s(self, durations_s: Mapping[str, float]) -> float:
+        """Compute the seconds that a prediction of the largest case takes.
+
+        After so few steps the boxes of a coarse stage mean nothing. So the time of the crops is
+        that of the fine stage's validation, which takes the boxes of the reference.
+
+        Args:
+            durations_s: Step of the timed prediction to its seconds; `total` is the whole.
+        """
+        seconds = durations_s["total"]
+        fine_run = self._run_dir(StageName.fine)
+        if not fine_run.is_dir():
+            return seconds
+        for step, step_s in durations_s.items():
+            if step.startswith(REFINE):
+                seconds -= step_s
+        return seconds + validation_s(fine_run)
 
     def _prepare(self, cases: Sequence[LabelledCase], setting: Setting) -> float:
         """Prepare some cases into the cache of the pilot, and time the preparation.
@@ -161,30 +190,42 @@ class Pilot:
         volumes = [math.prod(case.extent_mm) for case in self.fingerprint.cases]
         return sum(volumes) / len(volumes) / max(volumes)
 
-    def _train_step(self, run_dir: Path) -> Step:
-        """Make the command of the timed training."""
+    def _experiment(self, stage: StageName) -> Path:
+        """Name the experiment file of a stage."""
+        return self.folder / f"{stage.value}.yaml"
+
+    def _run_dir(self, stage: StageName) -> Path:
+        """Name the run folder of a stage."""
+        return self.folder / stage.value
+
+    def _train_step(self, stage: StageName) -> Step:
+        """Make the command of the timed training of a stage."""
         # The arguments of the pilot replace the user's arguments with the same keys.
         pilot_arguments = [
-            f"experiment={text_of(str(self.folder / 'experiment.yaml'))}",
+            f"experiment={text_of(str(self._experiment(stage)))}",
             f"data.cases={self.folder / 'cases.csv'}",
             f"data.cache={self.folder / 'cache'}",
             "data.fold=null",
             "data.val_patients=[]",
             "data.test_patients=[]",
             f"history_every={max(1, self.timed_steps // NUM_LINES)}",
-            f"hydra.run.dir={run_dir}",
+            f"hydra.run.dir={self._run_dir(stage)}",
         ]
         return ["train", *search_paths(), *merge_arguments(self.arguments, pilot_arguments)]
 
-    def _predict_step(self, table: Path, checkpoint: Path) -> Step:
-        """Make the command that predicts the largest case."""
+    def _predict_step(self, table: Path, settings: Sequence[Setting]) -> Step:
+        """Make the command that predicts the largest case with the timed networks."""
+        checkpoints = []
+        for setting in settings:
+            checkpoint = last_checkpoint(self._run_dir(setting.stage))
+            checkpoints.append(f"{setting.stage.value}={checkpoint}")
         # The only argument of `train` that `predict` takes too and no checkpoint states.
         trusted = [argument for argument in self.arguments if key_of(argument) == "trusted_targets"]
         return [
             "predict",
             f"input={table}",
             f"output={self.folder / 'predictions'}",
-            f"single={checkpoint}",
+            *checkpoints,
             *trusted,
         ]
 
@@ -231,6 +272,18 @@ def median_of(run_dir: Path, column: str) -> float:
         if row.get(column):
             values.append(float(row[column]))
     return median(values[1:] or values)
+
+
+def validation_s(run_dir: Path) -> float:
+    """Compute the seconds of the validations of a run: those of the run without its steps."""
+    steps_s = 0.0
+    last_step = 0
+    for row in read_csv(run_dir / "history.csv"):
+        if row.get("seconds_per_step"):
+            step = int(row["step"])
+            steps_s += (step - last_step) * float(row["seconds_per_step"])
+            last_step = step
+    return max(0.0, float(read_summary(run_dir)["train_s"]) - steps_s)
 
 
 def _warn_if_busy(cpu_percent: float) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import hydra
@@ -11,12 +11,13 @@ from medseg.config.check import to_config
 from medseg.config.experiment_file import register_experiments
 from medseg.config.overrides import text_of
 from medseg.config.schema import PlanConfig
+from medseg.data.options import StageName
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
+from medseg.knob import Triple
 from medseg.planning.estimate import Machine, estimate
 from medseg.planning.step import evaluated_shape, input_shape
 from medseg.studies.configure.choose import Prediction
-from medseg.studies.configure.fingerprint import CaseFacts
 from medseg.studies.configure.setting import Setting, experiment_text
 from medseg.task import Task
 from medseg.training.network import find_divisor
@@ -29,17 +30,22 @@ class MachinePlanner:
 
     Args:
         task: Labels and channels.
-        largest: Case with the largest field of view, whose validation takes the most memory.
+        largest_mm: Stage to the lengths of its largest input, (z, y, x), whose validation takes the
+            most memory.
         arguments: The user's arguments of `train`.
         file: File that is overwritten with the experiment of each setting, from which Hydra
             composes the configuration.
     """
 
     def __init__(
-        self, task: Task, largest: CaseFacts, arguments: Sequence[str], file: Path
+        self,
+        task: Task,
+        largest_mm: Mapping[StageName, Triple],
+        arguments: Sequence[str],
+        file: Path,
     ) -> None:
         self.task = task
-        self.largest = largest
+        self.largest_mm = largest_mm
         self.arguments = arguments
         self.file = file
         # Measured at the first prediction.
@@ -65,10 +71,13 @@ class MachinePlanner:
         replace_text(self.file, experiment_text(setting, self.task, reasons={}))
         experiment = f"experiment={text_of(str(self.file))}"
         register_experiments([experiment])
-        # Shape of the largest case at the spacing of the setting.
-        shape = [
-            math.ceil(length_mm / voxel_mm)
-            for length_mm, voxel_mm in zip(self.largest.extent_mm, setting.spacing_mm, strict=True)
-        ]
+        # Shape of the largest input at the spacing of the setting.
+        shape = []
+        lengths_mm = self.largest_mm[setting.stage]
+        for length_mm, voxel_mm in zip(lengths_mm, setting.spacing_mm, strict=True):
+            shape.append(math.ceil(length_mm / voxel_mm))
         arguments = [experiment, *self.arguments, f"validation_shape={text_of(shape)}"]
+        if setting.stage is StageName.coarse:
+            # This stage has no key for the size of its samples.
+            arguments.append(f"shape={text_of(list(setting.patch_size))}")
         return to_config(hydra.compose("plan", arguments), PlanConfig)

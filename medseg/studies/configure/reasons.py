@@ -3,50 +3,58 @@
 import math
 from collections.abc import Iterable
 
+from medseg.data.options import StageName
 from medseg.studies.configure.choose import (
     BATCH_STEPS,
-    LEAST_VOXELS_ACROSS,
+    LEAST_GAIN,
     MANY_STEPS,
-    VOXELS_ACROSS,
     WANTED_PASSES,
     WANTED_STEPS,
     Wishes,
-    scan_voxels,
 )
 from medseg.studies.configure.fingerprint import Fingerprint
 from medseg.studies.configure.setting import Setting
-from medseg.studies.configure.times import Costs
+from medseg.studies.configure.stage_views import LEAST_VOXELS_ACROSS, VOXELS_ACROSS, StageView
+from medseg.studies.configure.times import StageCosts
 from medseg.task import Task
+
+# Stage to the input that it sees of a case.
+INPUT_OF = {
+    StageName.single: "a scan",
+    StageName.coarse: "a scan",
+    StageName.fine: "the crops of a scan",
+}
 
 
 def reasons_of(
-    setting: Setting, fingerprint: Fingerprint, task: Task, wishes: Wishes, costs: Costs
+    setting: Setting, view: StageView, task: Task, wishes: Wishes, costs: StageCosts
 ) -> dict[str, str]:
-    """Explain each choice.
+    """Explain each choice for a stage.
 
     Args:
         setting: The choices.
-        fingerprint: Facts of the cases.
+        view: What the stage sees.
         task: Labels and channels.
         wishes: Memory and time that the user has.
-        costs: Measured times and memory.
+        costs: Measured times and memory of the stage.
 
     Returns:
         Group or key of the experiment to its reason.
     """
-    label, size_mm = fingerprint.smallest_label
     # Counted along the axis with the coarsest spacing.
-    voxels_across = size_mm / max(setting.spacing_mm)
+    voxels_across = view.structure_mm / max(setting.spacing_mm)
+    wanted_across = view.structure_mm / view.finest_mm
     modalities = joined(channel.modality for channel in task.channels)
     seen_voxels = setting.steps * setting.step_voxels
-    passes = seen_voxels / scan_voxels(fingerprint, setting.spacing_mm)
+    passes = seen_voxels / view.case_voxels(setting.spacing_mm)
     patch_mm = joined(
         f"{length * voxel_mm:.0f}"
         for length, voxel_mm in zip(setting.patch_size, setting.spacing_mm, strict=True)
     )
     return {
-        "stage": f"one stage in patches finds {_labels_text(task)} wherever they lie",
+        "stage": _reason_of_stage(setting.stage, task),
         "spacing": "a spacing for each axis, so that thick slices stay as they are",
+        "inference": "tiles of the size of a patch",
         "model": _reason_of_model(setting),
         "augment": f"the channels are {modalities}",
         "loss": "Dice for small labels, cross-entropy for stable steps",
@@ -54,11 +62,11 @@ def reasons_of(
         "schedule": "the rate falls to zero at the last step, whose weights are used",
         "memory": f"{costs.peak_gib:.2f} GiB of {wishes.fit_gib:g} measured in the timed steps",
         "steps": f"{setting.batch_size * costs.step_s:.3g} s each; {passes:.0f} times the voxels "
-        "of a scan are seen",
-        "task.regions": "one stage cuts no regions",
-        "spacing.target_spacing_mm": f"{label} is {size_mm:.3g} mm across, "
-        f"{voxels_across:.0f} voxels ({VOXELS_ACROSS} wanted); "
-        f"slices {fingerprint.spacing_mm[0]:.3g} mm apart",
+        f"of {INPUT_OF[setting.stage]} are seen",
+        "task.regions": _reason_of_regions(setting.stage),
+        "spacing.target_spacing_mm": f"{view.structure} is {view.structure_mm:.3g} mm across, "
+        f"{voxels_across:.0f} voxels ({wanted_across:.0f} wanted); "
+        f"slices {view.scan_spacing_mm[0]:.3g} mm apart",
         "stage.patch_size": f"{patch_mm} mm; the largest that fits and leaves time for "
         f"{WANTED_STEPS} steps",
         "stage.batch_size": f"two from {BATCH_STEPS} patches on, else more steps of one",
@@ -76,10 +84,29 @@ def wishes_line(wishes: Wishes) -> str:
 def passes_line() -> str:
     """Describe how the spacing follows from the time."""
     return (
-        f"The spacing is the finest at which a training sees {WANTED_PASSES} times the voxels of "
-        f"a scan, among those that give the smallest label about {VOXELS_ACROSS} down to "
-        f"{LEAST_VOXELS_ACROSS} voxels across."
+        f"Spacing of one stage: the finest at which a training sees {WANTED_PASSES} times the "
+        f"voxels of a scan, among those that give the smallest label about {VOXELS_ACROSS} down to "
+        f"{LEAST_VOXELS_ACROSS} voxels across. Two stages are chosen where the crops of the second "
+        f"allow voxels that are smaller by a factor of {LEAST_GAIN:g}."
     )
+
+
+def _reason_of_stage(stage: StageName, task: Task) -> str:
+    """Explain what a stage does."""
+    match stage:
+        case StageName.single:
+            return f"one stage in patches finds {_labels_text(task)} wherever they lie"
+        case StageName.coarse:
+            return "the coarse stage finds the regions in the whole scan"
+        case StageName.fine:
+            return "the fine stage segments a crop of each region, at a finer spacing"
+
+
+def _reason_of_regions(stage: StageName) -> str:
+    """Explain the regions, where the task has others."""
+    if stage is StageName.single:
+        return "one stage cuts no regions"
+    return "one crop with all labels"
 
 
 def _reason_of_model(setting: Setting) -> str:
