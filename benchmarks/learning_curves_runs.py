@@ -174,7 +174,7 @@ class MedsegRuns:
         """Configure, prepare, time, train and predict; returns the settings and the costs."""
         configured = finished(self.folder / "configured.json", self.configure)
         plan = json.loads((self.folder / "plan" / "configure.json").read_text(encoding="utf-8"))
-        setting = plan["setting"]
+        (setting,) = plan["settings"]
         prepared = finished(
             self.folder / "prepared.json", lambda: self.prepare(setting["spacing_mm"])
         )
@@ -204,6 +204,8 @@ class MedsegRuns:
             f"fit_gib={self.study.fit_gib:g}",
             f"hours={hours:g}",
             f"num_folds={CONFIGURED_FOLDS}",
+            # A point of the curve is one training.
+            "num_stages=1",
             f"output={fresh(self.folder / 'plan')}",
             f"data.cases={self.study.data / CASES}",
             f"trainer.threads={self.study.threads}",

@@ -477,11 +477,23 @@ class ConfigureConfig:
         Knob("Time of the whole cross-validation, from start to end.", "(0, inf)", "hours"),
     ]
     num_folds: Annotated[int, Knob("Folds that the hours are for, by patient.", "[2, inf)")]
+    num_stages: Annotated[
+        int | None,
+        Knob(
+            "Stages: 1, or 2 for a cascade of whole scans and crops; null: 2 where they allow "
+            "voxels that are smaller by a factor of two.",
+            "[1, 2]",
+        ),
+    ]
     timed_steps: Annotated[
         int, Knob("Real steps that are timed before `steps` is written.", "[8, inf)", "steps")
     ]
     output: Annotated[
-        str, Knob("Folder of experiment.yaml, configure.md, configure.json and fingerprint.csv.")
+        str,
+        Knob(
+            "Folder of experiment.yaml (with coarse.yaml and fine.yaml for two stages), "
+            "configure.md, configure.json and fingerprint.csv."
+        ),
     ]
 
     def clashes(self, _: str) -> Iterator[str]:

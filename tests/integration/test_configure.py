@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from medseg.data.case_table import read_case_table, write_case_table
-from medseg.studies.configure.times import Costs, Schedule
+from medseg.studies.configure.times import Costs, Schedule, StageCosts
 
 NUM_STEPS = 8
 
@@ -49,8 +49,10 @@ def test_the_experiment_keeps_what_was_predicted(task: str, tmp_path: Path) -> N
     experiment += [f"stage.validate_every={NUM_STEPS}", "num_folds=2", "output=folds"]
     medseg("cross_validate", *data, *experiment)
     measured_s = time.perf_counter() - start_s
-    schedule = Schedule(Costs(**facts["costs"]), 2, len(cases))
-    predicted_s = schedule.total_s(NUM_STEPS, facts["setting"]["batch_size"])
+    stages = tuple(StageCosts(**stage) for stage in facts["costs"]["stages"])
+    schedule = Schedule(Costs(**facts["costs"] | {"stages": stages}), 2, len(cases))
+    (setting,) = facts["settings"]
+    predicted_s = schedule.total_s([NUM_STEPS * setting["batch_size"]])
     # Generous: other programs of a test machine come and go.
     assert 0.3 < predicted_s / measured_s < 3.0
     for fold in range(2):

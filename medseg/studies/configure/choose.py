@@ -76,12 +76,14 @@ class Wishes(NamedTuple):
         num_folds: Number of folds of the cross-validation.
         memory: Candidate sets of memory switches, as names of files in `conf/memory`, the fastest
             first.
+        num_stages: Number of stages, 1 or 2; None = to be chosen.
     """
 
     fit_gib: float
     hours: float
     num_folds: int
     memory: tuple[str, ...]
+    num_stages: int | None = None
 
     @property
     def training_s(self) -> float:
@@ -97,7 +99,8 @@ def fits(prediction: Prediction, wishes: Wishes) -> bool:
 def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> tuple[Setting, ...]:
     """Choose one stage or a cascade, and all but batch sizes and steps, which follow from timings.
 
-    A cascade is chosen if the spacing of its fine stage is finer by `LEAST_GAIN`.
+    Unless the number of stages is wished, a cascade is chosen if the voxels of its fine stage are
+    smaller than those of a single stage by `LEAST_GAIN`.
 
     Args:
         fingerprint: Facts of the cases.
@@ -108,16 +111,27 @@ def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> tuple[
         The setting of a single stage, or those of the coarse and the fine stage.
 
     Raises:
-        UserError: If nothing fits into the memory; names the least memory that is needed.
+        UserError: If nothing fits into the memory; names the least memory that is needed. If a
+            cascade is wished, but its coarse stage does not fit into memory and time.
     """
     single = choose_patches(single_view(fingerprint), wishes, planner)
+    if wishes.num_stages == 1:
+        return (single,)
     coarse_view, fine_view = cascade_views(fingerprint)
     fine = choose_patches(fine_view, wishes, planner)
     gain = math.prod(single.spacing_mm) / math.prod(fine.spacing_mm)
-    if gain < LEAST_GAIN:
+    if wishes.num_stages is None and gain < LEAST_GAIN:
         return (single,)
     coarse = choose_whole_scans(coarse_view, wishes, planner)
-    return (single,) if coarse is None else (coarse, fine)
+    if coarse is not None:
+        return coarse, fine
+    if wishes.num_stages is None:
+        return (single,)
+    raise UserError(
+        f"num_stages=2: {wishes.fit_gib:g} GiB and {wishes.hours:g} h are too little for "
+        f"{WANTED_STEPS} steps of a coarse stage on whole scans beside a fine stage; give more "
+        "hours or memory, or num_stages=1"
+    )
 
 
 def choose_whole_scans(view: StageView, wishes: Wishes, planner: Planner) -> Setting | None:

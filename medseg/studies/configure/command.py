@@ -101,7 +101,13 @@ def configure(config: ConfigureConfig) -> int:
     fingerprint.write(output / "fingerprint.csv")
     print(f"{len(cases)} cases: {extent_text(fingerprint)}", flush=True)
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
-    wishes = Wishes(config.fit_gib, config.hours, config.num_folds, _switches(is_gpu=is_gpu))
+    wishes = Wishes(
+        config.fit_gib,
+        config.hours,
+        config.num_folds,
+        _switches(is_gpu=is_gpu),
+        config.num_stages,
+    )
     arguments = arguments_for_train(HydraConfig.get().overrides.task, ConfigureConfig)
     pilot = Pilot(
         folder=output / "pilot",

@@ -8,27 +8,35 @@ from collections import Counter
 
 import pytest
 
+from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.planning.choose import MARGIN
 from medseg.studies.configure.choose import (
     BATCH_STEPS,
-    LEAST_VOXELS_ACROSS,
-    VOXELS_ACROSS,
+    LEAST_GAIN,
     WANTED_PASSES,
     WANTED_STEPS,
     Prediction,
     Wishes,
     affordable_spacing,
     choose,
+    choose_patches,
+    choose_whole_scans,
     least_steps,
     patch_shape,
-    scan_voxels,
     spacings,
-    with_smaller_patch,
+    with_smaller_samples,
     with_steps,
 )
 from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint, LabelFacts
 from medseg.studies.configure.setting import Setting
+from medseg.studies.configure.stage_views import (
+    LEAST_VOXELS_ACROSS,
+    VOXELS_ACROSS,
+    StageView,
+    cascade_views,
+    single_view,
+)
 
 SWITCHES = ("amp", "amp_checkpoint", "lean")
 FACTOR = {"amp": 1.0, "amp_checkpoint": 0.6, "lean": 0.4}
@@ -42,11 +50,21 @@ def facts(size_mm: float, spacing_mm: tuple[float, float, float], name: str = "a
     volume_ml = math.pi / 6 * size_mm**3 / 1000
     ball = LabelFacts(volume_ml, (size_mm, size_mm, size_mm))
     depth, height, width = shape
-    return CaseFacts(name, (depth, height, width), spacing_mm, -1000.0, 300.0, {"ball": ball})
+    labels = {"ball": ball}
+    regions = {"organs": ball}
+    return CaseFacts(name, (depth, height, width), spacing_mm, -1000.0, 300.0, labels, regions)
 
 
 LARGE = Fingerprint((facts(150.0, (2.5, 0.75, 0.8)),))
 SMALL = Fingerprint((facts(20.0, (2.5, 0.75, 0.8)),))
+LARGE_VIEW = single_view(LARGE)
+SMALL_VIEW = single_view(SMALL)
+
+
+def views_of(fingerprint: Fingerprint) -> dict[StageName, StageView]:
+    """Each stage with what it sees."""
+    views = (single_view(fingerprint), *cascade_views(fingerprint))
+    return {view.stage: view for view in views}
 
 
 class FakePlanner:
@@ -74,25 +92,27 @@ def wishes(gib: float, hours: float) -> Wishes:
 @pytest.mark.parametrize("hours", [0.01, 0.1, 1.0, 10.0])
 def test_every_choice_fits(fingerprint: Fingerprint, gib: float, hours: float) -> None:
     planner = FakePlanner()
-    setting = choose(fingerprint, wishes(gib, hours), planner)
-    assert planner.predict(setting).peak_gib * (1 + MARGIN) <= gib
-    for voxel_mm, median_mm, length, scan_mm in zip(
-        setting.spacing_mm,
-        fingerprint.spacing_mm,
-        setting.patch_size,
-        fingerprint.extent_mm,
-        strict=True,
-    ):
-        assert voxel_mm >= 0.95 * median_mm, "finer than the scans"
-        assert length % 16 == 0
-        assert 32 <= length <= max(32, scan_mm / voxel_mm + 16)
-    assert choose(fingerprint, wishes(gib, hours), FakePlanner()) == setting
+    settings = choose(fingerprint, wishes(gib, hours), planner)
+    views = views_of(fingerprint)
+    for setting in settings:
+        assert planner.predict(setting).peak_gib * (1 + MARGIN) <= gib
+        for voxel_mm, median_mm, length, input_mm in zip(
+            setting.spacing_mm,
+            fingerprint.spacing_mm,
+            setting.patch_size,
+            views[setting.stage].extent_mm,
+            strict=True,
+        ):
+            assert voxel_mm >= 0.95 * median_mm, "finer than the scans"
+            assert length % 16 == 0
+            assert length <= max(32, input_mm / voxel_mm + 16)
+    assert choose(fingerprint, wishes(gib, hours), FakePlanner()) == settings
 
 
 def test_more_time_never_gives_a_coarser_spacing_or_a_smaller_patch() -> None:
-    previous = choose(SMALL, wishes(8.0, 0.01), FakePlanner())
+    previous = choose_patches(SMALL_VIEW, wishes(8.0, 0.01), FakePlanner())
     for hours in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0):
-        setting = choose(SMALL, wishes(8.0, hours), FakePlanner())
+        setting = choose_patches(SMALL_VIEW, wishes(8.0, hours), FakePlanner())
         assert math.prod(setting.spacing_mm) <= math.prod(previous.spacing_mm)
         previous = setting
     assert previous.model == "unet_lean"
@@ -101,10 +121,10 @@ def test_more_time_never_gives_a_coarser_spacing_or_a_smaller_patch() -> None:
 
 
 def test_memory_takes_switches_before_it_takes_the_patch() -> None:
-    free = choose(LARGE, wishes(8.0, 0.3), FakePlanner())
+    free = choose_patches(LARGE_VIEW, wishes(8.0, 0.3), FakePlanner())
     plenty = FakePlanner().predict(free).peak_gib
     assert free.memory == "amp"
-    tight = choose(LARGE, wishes(plenty * 0.95, 0.3), FakePlanner())
+    tight = choose_patches(LARGE_VIEW, wishes(plenty * 0.95, 0.3), FakePlanner())
     assert (tight.patch_size, tight.memory) == (free.patch_size, "amp_checkpoint")
 
 
@@ -112,37 +132,89 @@ def test_too_little_memory_is_refused_with_the_least_that_works() -> None:
     with pytest.raises(UserError, match="the nearest possible wish is fit_gib=") as refused:
         choose(SMALL, wishes(0.1, 0.1), FakePlanner())
     nearest = float(re.findall(r"fit_gib=([\d.]+)", str(refused.value))[-1])
-    setting = choose(SMALL, wishes(nearest, 0.1), FakePlanner())
-    assert FakePlanner().predict(setting).peak_gib <= nearest
+    for setting in choose(SMALL, wishes(nearest, 0.1), FakePlanner()):
+        assert FakePlanner().predict(setting).peak_gib <= nearest
     with pytest.raises(UserError):
         choose(SMALL, wishes(nearest - 0.05, 0.1), FakePlanner())
 
 
 def test_no_setting_is_predicted_twice_without_need() -> None:
     planner = FakePlanner()
-    choose(LARGE, wishes(8.0, 0.3), planner)
+    choose_patches(LARGE_VIEW, wishes(8.0, 0.3), planner)
     assert len(planner.asked) <= 3
 
 
+def test_a_cascade_is_chosen_where_its_crops_allow_much_smaller_voxels() -> None:
+    """A ball of 60 mm in a scan of 300 mm: the crop is a hundredth of the scan."""
+    fingerprint = Fingerprint((facts(60.0, (1.0, 0.75, 0.8)),))
+    views = views_of(fingerprint)
+    num_cascades = 0
+    for hours in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0):
+        wish = wishes(8.0, hours)
+        single = choose_patches(views[StageName.single], wish, FakePlanner())
+        fine = choose_patches(views[StageName.fine], wish, FakePlanner())
+        coarse = choose_whole_scans(views[StageName.coarse], wish, FakePlanner())
+        gain = math.prod(single.spacing_mm) / math.prod(fine.spacing_mm)
+        pays = gain >= LEAST_GAIN and coarse is not None
+        chosen = choose(fingerprint, wish, FakePlanner())
+        assert chosen == ((coarse, fine) if pays else (single,))
+        num_cascades += pays
+        wished_single = choose(fingerprint, wish._replace(num_stages=1), FakePlanner())
+        assert wished_single == (single,)
+        if coarse is None:
+            with pytest.raises(UserError, match="num_stages=2: 8 GiB and .* num_stages=1"):
+                choose(fingerprint, wish._replace(num_stages=2), FakePlanner())
+        else:
+            wished = choose(fingerprint, wish._replace(num_stages=2), FakePlanner())
+            assert wished == (coarse, fine)
+    # First there is too little time for two trainings.
+    assert 0 < num_cascades < 9
+
+
+def test_scans_that_show_nothing_finer_get_one_stage() -> None:
+    coarse_scans = Fingerprint((facts(150.0, (3.0, 3.0, 3.0)),))
+    for hours in (0.1, 1.0, 10.0):
+        assert len(choose(coarse_scans, wishes(8.0, hours), FakePlanner())) == 1
+
+
+def test_the_coarse_stage_sees_whole_scans_500_times() -> None:
+    view, _ = cascade_views(LARGE)
+    previous_mm = math.inf
+    for hours in (1.0, 3.0, 10.0, 30.0):
+        setting = choose_whole_scans(view, wishes(8.0, hours), FakePlanner())
+        assert setting is not None
+        for length, voxel_mm, scan_mm in zip(
+            setting.patch_size, setting.spacing_mm, view.extent_mm, strict=True
+        ):
+            assert scan_mm <= length * voxel_mm < scan_mm + 16 * voxel_mm
+        seconds = WANTED_STEPS * FakePlanner().predict(setting).seconds
+        assert seconds <= view.time_share * wishes(8.0, hours).training_s
+        assert setting.spacing_mm[1] <= previous_mm
+        previous_mm = setting.spacing_mm[1]
+    assert setting.spacing_mm == (2.5, 2.0, 2.0), "the finest that is of use"
+    assert choose_whole_scans(view, wishes(8.0, 0.1), FakePlanner()) is None
+    assert choose_whole_scans(view, wishes(0.51, 10.0), FakePlanner()) is None
+
+
 def test_spacings_run_from_what_a_label_wants_to_what_it_bears() -> None:
-    tried = list(spacings(LARGE))
+    tried = list(spacings(LARGE_VIEW))
     assert tried[0] == (3.1, 3.1, 3.1)  # 150 mm / 48
     assert tried[-1][0] == pytest.approx(150 / LEAST_VOXELS_ACROSS, rel=0.05)
     assert len(tried) == 9  # a factor of four in steps of a fourth root of two
     # For 48 voxels, a label of 20 mm needs 0.42 mm, finer than any scan.
-    assert next(spacings(SMALL)) == (2.5, 0.75, 0.8)
+    assert next(spacings(SMALL_VIEW)) == (2.5, 0.75, 0.8)
     assert VOXELS_ACROSS == 4 * LEAST_VOXELS_ACROSS
 
 
 def test_the_spacing_is_the_finest_of_which_enough_is_seen() -> None:
-    tried = list(spacings(LARGE))
+    tried = list(spacings(LARGE_VIEW))
     for number, spacing_mm in enumerate(tried):
-        seen = WANTED_PASSES * scan_voxels(LARGE, spacing_mm)
-        assert affordable_spacing(LARGE, seen) == spacing_mm
+        seen = WANTED_PASSES * LARGE_VIEW.case_voxels(spacing_mm)
+        assert affordable_spacing(LARGE_VIEW, seen) == spacing_mm
         if number:
             finer = tried[number - 1]
-            assert seen < WANTED_PASSES * scan_voxels(LARGE, finer)
-    assert affordable_spacing(LARGE, 0.0) == tried[-1]
+            assert seen < WANTED_PASSES * LARGE_VIEW.case_voxels(finer)
+    assert affordable_spacing(LARGE_VIEW, 0.0) == tried[-1]
 
 
 def test_patches_are_as_long_in_mm_along_all_axes() -> None:
@@ -152,22 +224,25 @@ def test_patches_are_as_long_in_mm_along_all_axes() -> None:
     assert math.prod(patch) == pytest.approx(96**3, rel=0.1)
 
 
-def test_smaller_patches_end() -> None:
-    setting = choose(SMALL, wishes(8.0, 1.0), FakePlanner())
+@pytest.mark.parametrize("stage", StageName)
+def test_smaller_samples_end(stage: StageName) -> None:
+    view = views_of(LARGE)[stage]
+    wish = wishes(8.0, 10.0)
+    choose_stage = choose_whole_scans if stage is StageName.coarse else choose_patches
+    following = choose_stage(view, wish, FakePlanner())
     sizes = []
-    following: Setting | None = setting
     while following is not None:
         sizes.append(math.prod(following.patch_size))
-        following = with_smaller_patch(following, SMALL, FakePlanner())
+        following = with_smaller_samples(following, view, wish, FakePlanner())
     assert sizes == sorted(set(sizes), reverse=True)
     assert len(sizes) > 3
 
 
 def test_many_steps_become_batches_of_two() -> None:
-    setting = choose(SMALL, wishes(8.0, 1.0), FakePlanner())
+    setting = choose_patches(SMALL_VIEW, wishes(8.0, 1.0), FakePlanner())
     few = with_steps(setting, BATCH_STEPS - 1)
     many = with_steps(setting, BATCH_STEPS)
     assert (few.batch_size, few.steps) == (1, BATCH_STEPS - 1)
     assert (many.batch_size, many.steps) == (2, BATCH_STEPS // 2)
-    assert least_steps(setting, SMALL) >= 100
+    assert least_steps(setting, SMALL_VIEW) >= 100
     assert WANTED_STEPS < BATCH_STEPS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,37 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import ConfigureConfig
 from medseg.data.case_table import read_case_table, write_case_table
+from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.io.tables import read_csv
 from medseg.studies.configure import command
 from medseg.studies.configure.choose import Prediction, Wishes, choose
 from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint, LabelFacts
 from medseg.studies.configure.setting import Setting
-from medseg.studies.configure.times import PLANNED_SHARE, Costs
+from medseg.studies.configure.stage_views import cascade_views, single_view
+from medseg.studies.configure.times import PLANNED_SHARE, Costs, StageCosts
 
-COSTS = Costs(0.2, 4.0, 8.0, 5.0, 2.0, 1.0, 0.75)
+STAGE_COSTS = StageCosts(step_s=0.2, start_s=8.0, peak_gib=0.75)
+COSTS = Costs(
+    (STAGE_COSTS,),
+    prepare_s=4.0,
+    predict_start_s=5.0,
+    case_s=2.0,
+    score_s=1.0,
+    predict_peak_gib=0.5,
+)
+
+
+def costs_of(
+    settings: Sequence[Setting],
+    peak_gib: Callable[[Setting], float] = lambda _: 0.75,
+    seconds: Callable[[Setting], float] = lambda setting: setting.step_voxels * 1e-6,
+) -> Costs:
+    """Costs of settings by formulas for the peak memory and the seconds of a step."""
+    stages = []
+    for setting in settings:
+        stages.append(replace(STAGE_COSTS, step_s=seconds(setting), peak_gib=peak_gib(setting)))
+    return replace(COSTS, stages=tuple(stages))
 
 
 class FakePlanner:
@@ -45,8 +67,11 @@ class FakePlanner:
 
 BALL = LabelFacts(500.0, (100.0, 100.0, 100.0))
 FINGERPRINT = Fingerprint(
-    (CaseFacts("a", (300, 300, 300), (1.0, 1.0, 1.0), 0.0, 1.0, {"ball": BALL}),)
+    (CaseFacts("a", (300, 300, 300), (1.0, 1.0, 1.0), 0.0, 1.0, {"ball": BALL}, {"ball": BALL}),)
 )
+# Memory of a voxel in each stage, GiB.
+STAGE_GIB = {StageName.coarse: 2.5e-7, StageName.fine: 5e-6}
+VIEWS = {view.stage: view for view in (single_view(FINGERPRINT), *cascade_views(FINGERPRINT))}
 
 
 @pytest.fixture
@@ -54,12 +79,9 @@ def configure(
     tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Path]:
     """Return a function that runs the command on the tiny scans, each of another patient."""
-    timed: list[Setting] = []
 
-    def measure(pilot: command.Pilot, setting: Setting) -> Costs:
-        timed.append(setting)
-        voxels = setting.step_voxels
-        return replace(COSTS, peak_gib=0.5 + voxels * 4e-7, step_s=voxels * 1e-6)
+    def measure(pilot: command.Pilot, settings: tuple[Setting, ...]) -> Costs:
+        return costs_of(settings, lambda setting: 0.5 + setting.step_voxels * 4e-7)
 
     monkeypatch.setattr(command, "MachinePlanner", FakePlanner)
     monkeypatch.setattr(command.Pilot, "measure", measure)
@@ -159,55 +181,114 @@ def test_a_smaller_patch_than_predicted_leaves_no_file_of_the_planner(
     peaks_gib = iter([2.5, 1.0])
     monkeypatch.setattr(command, "MachinePlanner", WritingPlanner)
 
-    def measure(_: command.Pilot, setting: Setting) -> Costs:
-        return replace(COSTS, peak_gib=next(peaks_gib), step_s=setting.step_voxels * 1e-6)
+    def measure(_: command.Pilot, settings: tuple[Setting, ...]) -> Costs:
+        peak_gib = next(peaks_gib)
+        return costs_of(settings, lambda _: peak_gib)
+
+    def smaller(setting: Setting, *_: object) -> Setting:
+        return replace(setting, patch_size=(16, 16, 16))
 
     monkeypatch.setattr(command.Pilot, "measure", measure)
-    monkeypatch.setattr(
-        command, "with_smaller_patch", lambda setting, *_: replace(setting, patch_size=(16, 16, 16))
-    )
+    monkeypatch.setattr(command, "with_smaller_samples", smaller)
     plan = configure(*WISHES)
     assert not list(peaks_gib), "two patches were timed"
     assert not (plan / "pilot").exists()
 
 
+class FakePilot:
+    """Keeps the settings that are measured, and has their costs from a function."""
+
+    def __init__(self, costs: Callable[[tuple[Setting, ...]], Costs]) -> None:
+        self.timed: list[tuple[Setting, ...]] = []
+        self.costs = costs
+
+    def measure(self, settings: tuple[Setting, ...]) -> Costs:
+        self.timed.append(settings)
+        return self.costs(settings)
+
+
+def measured(
+    settings: tuple[Setting, ...], wishes: Wishes, pilot: FakePilot
+) -> tuple[tuple[Setting, ...], Costs]:
+    return command.measure_settings(settings, FINGERPRINT, VIEWS, wishes, FakePlanner(), pilot)  # type: ignore[arg-type]
+
+
 def test_more_memory_than_predicted_takes_a_smaller_patch() -> None:
-    timed: list[Setting] = []
-
-    class FakePilot:
-        def __init__(self, gibs: list[float]) -> None:
-            self.gibs = iter(gibs)
-
-        def measure(self, setting: Setting) -> Costs:
-            timed.append(setting)
-            return replace(COSTS, peak_gib=next(self.gibs))
-
     wishes = Wishes(1.0, 1.0, 2, ("plain",))
-    setting = Setting((2.0, 2.0, 2.0), (64, 64, 64), "unet", "plain")
-    arguments = (setting, FINGERPRINT, wishes, FakePlanner())
-    chosen, costs = command.measure_setting(*arguments, FakePilot([1.2, 1.1, 0.9]))
-    assert [trial.patch_size[0] for trial in timed] == [64, 48, 32]
-    assert (chosen, costs.peak_gib) == (timed[-1], 0.9)
-    with pytest.raises(UserError, match=r"the smallest patch took 1.10 GiB.*fit_gib=1.16"):
-        command.measure_setting(*arguments, FakePilot([1.2, 1.1, 1.1]))  # type: ignore[arg-type]
+    setting = Setting(StageName.single, (2.0, 2.0, 2.0), (64, 64, 64), "unet", "plain")
+
+    def pilot(*gibs: float) -> FakePilot:
+        peaks = iter(gibs)
+        return FakePilot(lambda settings: costs_of(settings, lambda _: next(peaks)))
+
+    falling = pilot(1.2, 1.1, 0.9)
+    chosen, costs = measured((setting,), wishes, falling)
+    assert [trial.patch_size[0] for (trial,) in falling.timed] == [64, 48, 32]
+    assert (chosen, costs.peak_gib) == (falling.timed[-1], 0.9)
+    with pytest.raises(UserError, match=r"the smallest samples took 1.10 GiB.*fit_gib=1.16"):
+        measured((setting,), wishes, pilot(1.2, 1.1, 1.1))
+
+
+def test_the_stage_that_takes_most_memory_gets_smaller_samples() -> None:
+    wishes = Wishes(1.0, 1.0, 2, ("plain",))
+    coarse = Setting(StageName.coarse, (2.0, 2.0, 2.0), (160, 160, 160), "unet", "plain")
+    fine = Setting(StageName.fine, (1.0, 1.0, 1.0), (64, 64, 64), "unet", "plain")
+    # By these formulas 160³ voxels of whole scans take 1.02 GiB, and 64³ of patches 1.31.
+    pilot = FakePilot(
+        lambda settings: costs_of(
+            settings, lambda setting: setting.step_voxels * STAGE_GIB[setting.stage]
+        )
+    )
+    chosen, costs = measured((coarse, fine), wishes, pilot)
+    assert costs.peak_gib <= 1.0
+    assert [settings[1].patch_size[0] for settings in pilot.timed] == [64, 48, 48]
+    spacings = [settings[0].spacing_mm[0] for settings in pilot.timed]
+    assert spacings[0] == spacings[1] == 2.0 < spacings[2]
+    # Where the prediction takes most, its tiles become smaller: they are the patches.
+    predicting = FakePilot(
+        lambda settings: replace(
+            costs_of(settings), predict_peak_gib=settings[-1].step_voxels * 5e-6
+        )
+    )
+    chosen, costs = measured((coarse, fine), wishes, predicting)
+    assert chosen == (coarse, replace(fine, patch_size=(48, 48, 48)))
 
 
 def test_a_slow_machine_gets_a_setting_for_a_part_of_the_hours() -> None:
-    timed: list[Setting] = []
-
-    class FakePilot:
-        def measure(self, setting: Setting) -> Costs:
-            timed.append(setting)
-            predicted = FakePlanner().predict(setting).seconds
-            return replace(COSTS, step_s=8 * predicted)
-
     wishes = Wishes(9.0, 0.8, 2, ("plain",))
     first = choose(FINGERPRINT, wishes, FakePlanner())
-    arguments = (first, FINGERPRINT, wishes, FakePlanner(), FakePilot())
-    chosen, costs = command.measure_setting(*arguments)  # type: ignore[arg-type]
-    assert timed == [first, chosen]
+    pilot = FakePilot(
+        lambda settings: costs_of(
+            settings, seconds=lambda setting: 8 * FakePlanner().predict(setting).seconds
+        )
+    )
+    chosen, costs = measured(first, wishes, pilot)
+    assert pilot.timed == [first, chosen]
     assert chosen == choose(FINGERPRINT, wishes._replace(hours=0.1), FakePlanner()) != first
-    assert costs.step_s == pytest.approx(8 * FakePlanner().predict(chosen).seconds)
+    for setting, stage in zip(chosen, costs.stages, strict=True):
+        assert stage.step_s == pytest.approx(8 * FakePlanner().predict(setting).seconds)
+
+
+def test_a_cascade_has_a_file_for_each_stage_and_one_that_names_them(
+    configure: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    coarse = Setting(StageName.coarse, (4.0, 4.0, 4.0), (48, 48, 48), "unet", "plain")
+    fine = Setting(StageName.fine, (2.0, 2.0, 2.0), (32, 32, 32), "unet", "plain")
+    monkeypatch.setattr(command, "choose", lambda *_: (coarse, fine))
+    plan = configure(*WISHES)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"next: medseg cross_validate experiment={plan}/experiment.yaml ")
+    text = (plan / "experiment.yaml").read_text(encoding="utf-8")
+    assert 'coarse: "coarse.yaml"\nfine: "fine.yaml"\n' in text
+    assert "stage: coarse" in (plan / "coarse.yaml").read_text(encoding="utf-8")
+    assert "stage: fine" in (plan / "fine.yaml").read_text(encoding="utf-8")
+    facts = json.loads((plan / "configure.json").read_text(encoding="utf-8"))
+    assert [setting["stage"] for setting in facts["settings"]] == ["coarse", "fine"]
+    assert PLANNED_SHARE * 0.9 <= facts["total_s"] / 360 <= PLANNED_SHARE
+    report = (plan / "configure.md").read_text(encoding="utf-8")
+    assert report.count("| steps | ") == 2
 
 
 def test_configure_needs_cases_and_one_rank(tiny_table: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ from medseg.data.case_table import read_case_table
 from medseg.io.tables import read_csv
 from medseg.phantom.case_folders import write_phantoms
 from medseg.studies.configure.fingerprint import (
+    ONE_REGION,
     CaseFacts,
     Fingerprint,
     LabelFacts,
     read_fingerprint,
 )
-from medseg.task import Channel, Task
+from medseg.task import Channel, LabelValues, Region, Task
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def test_the_smallest_label_is_that_of_the_median_case() -> None:
             "gland": LabelFacts(1000.0, (20.0 + number,) * 3),
         }
         cases.append(
-            CaseFacts(str(number), (10, 10 + number, 10), (3.0, 1.0, 1.0), 0.0, 1.0, labels)
+            CaseFacts(str(number), (10, 10 + number, 10), (3.0, 1.0, 1.0), 0.0, 1.0, labels, {})
         )
     fingerprint = Fingerprint(tuple(cases))
     # The liver is cut in one case only, so its median size is not that of the cut one.
@@ -83,6 +85,23 @@ def test_the_smallest_label_is_that_of_the_median_case() -> None:
 
 def test_the_largest_case_has_the_largest_field_of_view() -> None:
     """Not the most stored voxels: after resampling, the field of view decides the size."""
-    fine = CaseFacts("fine", (100, 100, 100), (1.0, 1.0, 1.0), 0.0, 1.0, {})
-    wide = CaseFacts("wide", (50, 50, 50), (3.0, 3.0, 3.0), 0.0, 1.0, {})
+    fine = CaseFacts("fine", (100, 100, 100), (1.0, 1.0, 1.0), 0.0, 1.0, {}, {})
+    wide = CaseFacts("wide", (50, 50, 50), (3.0, 3.0, 3.0), 0.0, 1.0, {}, {})
     assert Fingerprint((fine, wide)).largest.name == "wide"
+
+
+def test_a_region_is_as_large_as_its_labels_together(scan: Path) -> None:
+    (case,) = read_case_table(scan)
+    values: LabelValues = {1: "left_lung", 2: "right_lung"}
+    (facts,) = read_fingerprint([(case, values)], TASK).cases
+    # A task without regions has one with all labels.
+    assert list(facts.regions) == [ONE_REGION]
+    both = facts.regions[ONE_REGION]
+    left, right = facts.labels["left_lung"], facts.labels["right_lung"]
+    assert both.volume_ml == pytest.approx(left.volume_ml + right.volume_ml)
+    # Along x the lungs lie beside each other.
+    assert both.extent_mm[2] > max(left.extent_mm[2], right.extent_mm[2])
+    assert both.extent_mm[0] >= max(left.extent_mm[0], right.extent_mm[0])
+    sided = replace(TASK, regions=(Region("a", ("left_lung",)), Region("b", ("right_lung",))))
+    (facts,) = read_fingerprint([(case, values)], sided).cases
+    assert facts.regions == {"a": left, "b": right}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from medseg.data.audit.table import READY
 from medseg.data.case_table import Case
+from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.io.tables import write_csv
 from medseg.studies.configure import pilot as module
@@ -23,6 +26,8 @@ from medseg.task import LabelValues
 GIB = 2**30
 # Seconds of the stubbed commands, of which a prediction needs 5 for its case.
 PREPARE_S, TRAIN_S, PREDICT_S, CASE_S, SCORE_S, STEP_S = 3.0, 20.0, 8.0, 5.0, 7.0, 0.5
+# Seconds of the stubbed validation of a training.
+VALIDATION_S = 4.0
 
 
 class Machine:
@@ -44,13 +49,21 @@ class Machine:
     def run(self, step: list[str]) -> str:
         if step[0] == "train":
             self.now_s += TRAIN_S
-            run_dir = self.folder / "run"
+            (run_argument,) = [part for part in step if part.startswith("hydra.run.dir=")]
+            run_dir = Path(run_argument.partition("=")[2])
             run_dir.mkdir(parents=True)
             # The steps of the first line also load and compile.
-            seconds = [9.0, 0.9 * STEP_S, STEP_S, STEP_S]
-            rows = [{"seconds_per_step": value, "cpu_percent": 100.0} for value in seconds]
+            rows: list[dict[str, Any]] = []
+            for number, seconds in enumerate([9.0, 0.9 * STEP_S, STEP_S, STEP_S], start=1):
+                row = {"step": number, "seconds_per_step": seconds, "cpu_percent": 100.0}
+                rows.append(row)
+            steps_s = sum(row["seconds_per_step"] for row in rows)
+            rows.append({"step": 4})
             write_csv(run_dir / "history.csv", rows)
-            summary = {"peak_resident_mib": 1024 * self.training_gib}
+            summary = {
+                "peak_resident_mib": 1024 * self.training_gib,
+                "train_s": steps_s + VALIDATION_S,
+            }
             (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
         elif step[0] == "predict":
             self.now_s += PREDICT_S
@@ -62,7 +75,7 @@ class Machine:
                 write_csv(predictions / "summary.csv", [row])
                 return ""
             report = {
-                "durations_s": {"total": CASE_S},
+                "durations_s": {"total": CASE_S, "localise": 1.0, "refine_a": 2.0, "refine_b": 1.5},
                 "peak_resident_bytes": self.prediction_gib * GIB,
             }
             (predictions / "large.json").write_text(json.dumps(report), encoding="utf-8")
@@ -71,10 +84,15 @@ class Machine:
         return ""
 
 
-SETTING = Setting((1.0, 1.0, 1.0), (32, 32, 32), "unet", "default")
+SETTING = Setting(StageName.single, (1.0, 1.0, 1.0), (32, 32, 32), "unet", "default")
 
 
-def measure(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Costs:
+def measure(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: Machine,
+    settings: Sequence[Setting] = (SETTING,),
+) -> Costs:
     """Measure a pilot of three cases: one of 8 litres and 800 voxels, two of 1 litre and 100."""
     cases: list[tuple[Case, LabelValues]] = []
     facts = []
@@ -86,7 +104,7 @@ def measure(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> 
         image = folder.parent / f"{name}.nii.gz"
         cases.append((Case(name=name, image=image, labels=image, patient=name), {}))
         spacing_mm = (side_mm / num_voxels, side_mm, side_mm)
-        facts.append(CaseFacts(name, (num_voxels, 1, 1), spacing_mm, 0.0, 1.0, {}))
+        facts.append(CaseFacts(name, (num_voxels, 1, 1), spacing_mm, 0.0, 1.0, {}, {}))
     monkeypatch.setattr(module, "prepare_cases", machine.prepare)
     monkeypatch.setattr(module, "run_and_get_failure", machine.run)
     monkeypatch.setattr(module, "experiment_text", lambda *_, **__: "")
@@ -104,21 +122,38 @@ def measure(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> 
         timed_steps=20,
         is_on_processor=True,
     )
-    return pilot.measure(SETTING)
+    return pilot.measure(settings)
 
 
 def test_each_part_is_timed_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path / "pilot", training_gib=1.5, prediction_gib=1.0)
     costs = measure(tmp_path / "pilot", monkeypatch, machine)
-    assert costs.step_s == STEP_S
+    (stage,) = costs.stages
+    assert stage.step_s == STEP_S
     # All three cases were prepared: the largest, and those of other patients.
     assert costs.prepare_s == PREPARE_S
-    assert costs.train_start_s == TRAIN_S - 20 * STEP_S
+    assert stage.start_s == TRAIN_S - 20 * STEP_S
     assert costs.predict_start_s == PREDICT_S - CASE_S
     # The mean case has (8 + 1 + 1) / 3 litres, the predicted case 8.
     share = 10 / 3 / 8
     assert costs.case_s == pytest.approx(share * CASE_S)
     assert costs.score_s == pytest.approx(share * (SCORE_S - costs.predict_start_s))
+
+
+def test_a_cascade_is_timed_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path / "pilot", training_gib=1.5, prediction_gib=1.0)
+    settings = [replace(SETTING, stage=stage) for stage in (StageName.coarse, StageName.fine)]
+    costs = measure(tmp_path / "pilot", monkeypatch, machine, settings)
+    assert [stage.step_s for stage in costs.stages] == [STEP_S, STEP_S]
+    # The cases are prepared at both spacings.
+    assert costs.prepare_s == 2 * PREPARE_S
+    checkpoints = [part for part in machine.predict_step if part.endswith("last.ckpt")]
+    folder = tmp_path / "pilot"
+    assert checkpoints == [f"{name}={folder / name / 'last.ckpt'}" for name in ("coarse", "fine")]
+    # The crops that an untrained coarse stage finds (2 and 1.5 s) mean nothing: the time of the
+    # crops is that of the fine stage's validation.
+    share = 10 / 3 / 8
+    assert costs.case_s == pytest.approx(share * (CASE_S - 2.0 - 1.5 + VALIDATION_S))
 
 
 @pytest.mark.parametrize(("training_gib", "prediction_gib"), [(1.5, 1.0), (1.0, 1.5)])
