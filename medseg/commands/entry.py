@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from medseg.conf_folder import conf_dir
 from medseg.config.check import explain, resolved, to_config
 from medseg.config.completion import complete, is_completion, line_words
-from medseg.config.experiment_file import register_experiments
+from medseg.config.experiment_file import check_no_cascade, register_experiments
 from medseg.config.help import help_text
 from medseg.config.imported import with_task
 from medseg.config.overrides import (
@@ -50,6 +50,7 @@ from medseg.config.schema import (
     PhantomsConfig,
     PlanConfig,
     PrepareConfig,
+    RecipeConfig,
     ReportConfig,
     TimeToDiceConfig,
     TuneLoaderConfig,
@@ -339,6 +340,8 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
     check_arguments(arguments)
     # The functions below may compose the arguments, and need the experiments that these name.
     register_experiments(arguments)
+    if not issubclass(schema, RecipeConfig):
+        check_no_cascade(arguments)
     # `with_task` opens the paths that the user typed, so they are quoted after it.
     arguments = quote_paths(with_task(arguments, schema))
     with _explained_errors(command):

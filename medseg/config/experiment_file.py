@@ -42,6 +42,22 @@ def names_stages(argument: str) -> bool:
     return value is not None and _has_stages(_read(value))
 
 
+def check_no_cascade(arguments: Sequence[str]) -> None:
+    """Refuse the experiment file of a cascade, for a command that trains a single stage.
+
+    Raises:
+        UserError: Names the files of the stages.
+    """
+    for argument in arguments:
+        if names_stages(argument):
+            file = argument.partition("=")[2].strip("'\"")
+            content = _with_paths_of_stages(_read(file), Path(file).parent)
+            raise UserError(
+                f"{argument}: it names the experiments of both stages, for cross_validate; "
+                f"give experiment={content['coarse']} or experiment={content['fine']}"
+            )
+
+
 def _file_of(argument: str) -> str | None:
     """Return the path in `experiment=<path>.yaml`; None if it is another argument."""
     key, _, value = argument.partition("=")
@@ -66,14 +82,26 @@ def _has_stages(content: Mapping[str, Any]) -> bool:
     return all(isinstance(content.get(stage), str) for stage in STAGES)
 
 
+def _with_paths_of_stages(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Complete the paths of the experiment files of both stages, which are relative to a folder.
+
+    Args:
+        content: Keys of the experiment of a cascade.
+        folder: The folder.
+    """
+    completed = dict(content)
+    for stage in STAGES:
+        # Another name is that of an experiment in `conf/experiment`.
+        if content[stage].endswith(SUFFIX):
+            completed[stage] = str(folder / content[stage])
+    return completed
+
+
 def _register(value: str) -> None:
     """Register a file with Hydra, so that its path is a choice of the group `experiment`."""
     content = _read(value)
     if _has_stages(content):
-        for stage in STAGES:
-            # Another name is that of an experiment in `conf/experiment`.
-            if content[stage].endswith(SUFFIX):
-                content[stage] = str(Path(value).parent / content[stage])
+        content = _with_paths_of_stages(content, Path(value).parent)
     # Hydra looks for `a/b.yaml` as the choice `b.yaml` of the group `experiment/a`, and skips empty
     # parts of a path.
     *folders, name = [part for part in value.split("/") if part]

@@ -9,7 +9,7 @@ import pytest
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.experiment_file import register_experiments
+from medseg.config.experiment_file import check_no_cascade, names_stages, register_experiments
 from medseg.errors import UserError
 from medseg.training.options import TrainConfig
 
@@ -58,3 +58,16 @@ def test_a_key_that_is_no_text_does_not_exist(tmp_path: Path, name: str, key: st
     file.write_text(f"# @package _global_\nsteps: 5\n{name}: 2\n", encoding="utf-8")
     with pytest.raises(UserError, match=f"^{key}: there is no such key"):
         compose(f"experiment='{file}'")
+
+
+def test_a_cascade_is_refused_with_the_files_of_its_stages(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text("coarse: coarse.yaml\nfine: ct_fine\n", encoding="utf-8")
+    argument = f"experiment='{file}'"
+    assert names_stages(argument)
+    sentence = f"give experiment={tmp_path / 'coarse.yaml'} or experiment=ct_fine"
+    with pytest.raises(UserError, match=sentence):
+        check_no_cascade(["steps=5", argument])
+    file.write_text("coarse: coarse.yaml\nsteps: 5\n", encoding="utf-8")
+    assert not names_stages(argument)
+    check_no_cascade(["steps=5", argument, "experiment=ct_fine"])
