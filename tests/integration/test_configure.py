@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import subprocess
 import sys
@@ -19,8 +20,17 @@ NUM_STEPS = 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["lungs", pytest.param("abdomen", marks=pytest.mark.thorough)])
-def test_the_experiment_keeps_what_was_predicted(task: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "stages"),
+    [
+        ("lungs", ["coarse", "fine"]),
+        ("lungs", ["single"]),
+        pytest.param("abdomen", ["single"], marks=pytest.mark.thorough),
+    ],
+)
+def test_the_experiment_keeps_what_was_predicted(
+    task: str, stages: list[str], tmp_path: Path
+) -> None:
     def medseg(*arguments: str) -> str:
         command = [sys.executable, "-m", "medseg.commands.cli", *arguments]
         done = subprocess.run(
@@ -37,7 +47,8 @@ def test_the_experiment_keeps_what_was_predicted(task: str, tmp_path: Path) -> N
     data = ["data.cases=cases.csv", f"task={task}", "task.volume_ml=null"]
     data += ["trainer.accelerator=cpu", "data.num_workers=0"]
     # Hours enough for any machine; the steps are replaced below.
-    out = medseg("configure", *data, "fit_gib=1", "hours=2", "num_folds=2", "output=plan")
+    wishes = ["fit_gib=1", "hours=2", "num_folds=2", f"num_stages={len(stages)}"]
+    out = medseg("configure", *data, *wishes, "output=plan")
     assert out.splitlines()[-1].startswith(
         "next: medseg cross_validate experiment=plan/experiment.yaml data.cases=cases.csv "
     )
@@ -49,14 +60,15 @@ def test_the_experiment_keeps_what_was_predicted(task: str, tmp_path: Path) -> N
     experiment += [f"stage.validate_every={NUM_STEPS}", "num_folds=2", "output=folds"]
     medseg("cross_validate", *data, *experiment)
     measured_s = time.perf_counter() - start_s
-    stages = tuple(StageCosts(**stage) for stage in facts["costs"]["stages"])
-    schedule = Schedule(Costs(**facts["costs"] | {"stages": stages}), 2, len(cases))
-    (setting,) = facts["settings"]
-    predicted_s = schedule.total_s([NUM_STEPS * setting["batch_size"]])
+    stage_costs = tuple(StageCosts(**stage) for stage in facts["costs"]["stages"])
+    schedule = Schedule(Costs(**facts["costs"] | {"stages": stage_costs}), 2, len(cases))
+    assert [setting["stage"] for setting in facts["settings"]] == stages
+    num_patches = [NUM_STEPS * setting["batch_size"] for setting in facts["settings"]]
+    predicted_s = schedule.total_s(num_patches)
     # Generous: other programs of a test machine come and go.
     assert 0.3 < predicted_s / measured_s < 3.0
-    for fold in range(2):
-        summary = tmp_path / "folds" / f"fold_{fold}" / "single" / "summary.json"
+    for fold, stage in itertools.product(range(2), stages):
+        summary = tmp_path / "folds" / f"fold_{fold}" / stage / "summary.json"
         run = json.loads(summary.read_text(encoding="utf-8"))
         assert run["steps"] == NUM_STEPS
         assert run["peak_resident_mib"] <= 1024

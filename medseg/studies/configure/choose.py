@@ -118,7 +118,13 @@ def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> tuple[
     if wishes.num_stages == 1:
         return (single,)
     coarse_view, fine_view = cascade_views(fingerprint)
-    fine = choose_patches(fine_view, wishes, planner)
+    try:
+        fine = choose_patches(fine_view, wishes, planner)
+    except UserError:
+        # At a finer spacing a crop may take more memory than a scan in the single stage.
+        if wishes.num_stages is None:
+            return (single,)
+        raise
     gain = math.prod(single.spacing_mm) / math.prod(fine.spacing_mm)
     if wishes.num_stages is None and gain < LEAST_GAIN:
         return (single,)

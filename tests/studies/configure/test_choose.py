@@ -171,6 +171,22 @@ def test_a_cascade_is_chosen_where_its_crops_allow_much_smaller_voxels() -> None
     assert 0 < num_cascades < 9
 
 
+def test_one_stage_is_chosen_where_the_crops_do_not_fit() -> None:
+    class LargeCrops(FakePlanner):
+        def predict(self, setting: Setting) -> Prediction:
+            prediction = super().predict(setting)
+            if setting.stage is StageName.fine:
+                return prediction._replace(peak_gib=9.0)
+            return prediction
+
+    fingerprint = Fingerprint((facts(60.0, (1.0, 0.75, 0.8)),))
+    wish = wishes(8.0, 3.0)
+    assert len(choose(fingerprint, wish, FakePlanner())) == 2
+    assert len(choose(fingerprint, wish, LargeCrops())) == 1
+    with pytest.raises(UserError, match="the nearest possible wish is fit_gib="):
+        choose(fingerprint, wish._replace(num_stages=2), LargeCrops())
+
+
 def test_scans_that_show_nothing_finer_get_one_stage() -> None:
     coarse_scans = Fingerprint((facts(150.0, (3.0, 3.0, 3.0)),))
     for hours in (0.1, 1.0, 10.0):
