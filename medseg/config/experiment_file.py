@@ -17,6 +17,8 @@ from medseg.errors import UserError
 GROUP = "experiment"
 # Keys of the experiments of a cascade's stages.
 STAGES = ("coarse", "fine")
+# All keys of such an experiment.
+CASCADE_KEYS = (*STAGES, "pretrain_coarse", "pretrain_fine")
 SUFFIX = ".yaml"
 
 
@@ -28,7 +30,8 @@ def register_experiments(arguments: Sequence[str]) -> None:
             for a sweep are ignored.
 
     Raises:
-        UserError: If a file is missing, damaged, or no mapping of keys.
+        UserError: If a file is missing, damaged, or no mapping of keys; if that of a cascade has a
+            key which would reach no training.
     """
     for argument in arguments:
         value = _file_of(argument)
@@ -88,12 +91,21 @@ def _with_paths_of_stages(content: Mapping[str, Any], folder: Path) -> dict[str,
     Args:
         content: Keys of the experiment of a cascade.
         folder: The folder.
+
+    Raises:
+        UserError: If the experiment has a key which would reach no training.
     """
     completed = dict(content)
     for stage in STAGES:
         # Another name is that of an experiment in `conf/experiment`.
         if content[stage].endswith(SUFFIX):
             completed[stage] = str(folder / content[stage])
+    for key in content:
+        if key not in CASCADE_KEYS:
+            raise UserError(
+                f"{key}: an experiment that names those of two stages reaches no training; set "
+                f"the key in {completed['coarse']} and {completed['fine']}"
+            )
     return completed
 
 

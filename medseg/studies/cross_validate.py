@@ -72,6 +72,11 @@ def cross_validate(config: CrossValidateConfig) -> int:
         # The experiment of a cascade is one of `cross_validate`, not of the trainings.
         if not names_stages(argument):
             arguments.append(argument)
+        elif config.stage.name is StageName.single:
+            raise UserError(
+                f"{argument}: it names the experiments of two stages, but stage=single is one; "
+                "leave one of them out"
+            )
     is_cascade = config.stage.name is not StageName.single
     if is_cascade:
         _check_cascade(config, arguments)

@@ -71,3 +71,14 @@ def test_a_cascade_is_refused_with_the_files_of_its_stages(tmp_path: Path) -> No
     file.write_text("coarse: coarse.yaml\nsteps: 5\n", encoding="utf-8")
     assert not names_stages(argument)
     check_no_cascade(["steps=5", argument, "experiment=ct_fine"])
+
+
+def test_a_cascade_has_no_keys_of_a_training(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    text = "coarse: coarse.yaml\nfine: fine.yaml\npretrain_fine: null\n"
+    file.write_text(text, encoding="utf-8")
+    register_experiments([f"experiment='{file}'"])
+    file.write_text(f"{text}seed: 7\n", encoding="utf-8")
+    sentence = f"seed: .* set the key in {tmp_path / 'coarse.yaml'} and {tmp_path / 'fine.yaml'}"
+    with pytest.raises(UserError, match=sentence):
+        register_experiments([f"experiment='{file}'"])

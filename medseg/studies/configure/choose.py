@@ -10,14 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from medseg.anatomy.rules import MIN_REGION_ML
 from medseg.data.options import StageName
 from medseg.errors import UserError
-from medseg.geometry.sizes import Shape, network_size
+from medseg.geometry.sizes import Shape, bounded_depth, network_size
 from medseg.knob import Triple
 from medseg.planning.choose import MARGIN
 from medseg.studies.configure.fingerprint import Fingerprint
 from medseg.studies.configure.setting import Setting
-from medseg.studies.configure.stage_views import StageView, cascade_views, single_view
+from medseg.studies.configure.stage_views import (
+    COARSE_MAX_VOXELS,
+    StageView,
+    cascade_views,
+    single_view,
+)
 
 # Factor between a candidate spacing and the next coarser candidate.
 COARSER = 2**0.25
@@ -33,6 +39,8 @@ MANY_STEPS = 4 * WANTED_STEPS
 BATCH_STEPS = 16 * WANTED_STEPS
 # A cascade is worth its two trainings if the voxels of its fine stage are smaller by this factor.
 LEAST_GAIN = 2.0
+# Least volume of a region that a cascade is chosen for, ml: coarse results are not exact.
+LEAST_REGION_ML = 2 * MIN_REGION_ML
 # Candidate patches have about as many voxels as cubes with these side lengths, in voxels.
 CUBES = (128, 112, 96, 80, 64, 48, 32)
 # Side length of the cube whose step predicts the speed of the machine, in voxels.
@@ -112,32 +120,78 @@ def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> tuple[
 
     Raises:
         UserError: If nothing fits into the memory; names the least memory that is needed. If a
-            cascade is wished, but its coarse stage does not fit into memory and time.
+            cascade is wished, but does not suit the cases or the time.
     """
-    single = choose_patches(single_view(fingerprint), wishes, planner)
-    if wishes.num_stages == 1:
-        return (single,)
-    coarse_view, fine_view = cascade_views(fingerprint)
+    if wishes.num_stages == 2:
+        return choose_cascade(fingerprint, wishes, planner)
+    if wishes.num_stages == 1 or hindrance_of_cascade(fingerprint):
+        return (choose_patches(single_view(fingerprint), wishes, planner),)
     try:
-        fine = choose_patches(fine_view, wishes, planner)
+        single = choose_patches(single_view(fingerprint), wishes, planner)
+    except UserError as refusal:
+        # Crops may take less memory than scans.
+        try:
+            return choose_cascade(fingerprint, wishes, planner)
+        except UserError:
+            raise refusal from None
+    try:
+        cascade = choose_cascade(fingerprint, wishes, planner, single)
     except UserError:
-        # At a finer spacing a crop may take more memory than a scan in the single stage.
-        if wishes.num_stages is None:
+        return (single,)
+    return cascade
+
+
+def hindrance_of_cascade(fingerprint: Fingerprint) -> str:
+    """Say why a cascade cannot find the regions of the cases; empty if it can."""
+    volumes_ml = []
+    for case in fingerprint.cases:
+        for name, region in case.regions.items():
+            volumes_ml.append((region.volume_ml, name, case.name))
+    if not volumes_ml:
+        return "the task has no regions"
+    volume_ml, name, case_name = min(volumes_ml)
+    if volume_ml < LEAST_REGION_ML:
+        return (
+            f"{name} of {case_name} has {volume_ml:.2g} ml, and a coarse stage reports regions "
+            f"below {MIN_REGION_ML:g} ml as absent"
+        )
+    return ""
+
+
+def choose_cascade(
+    fingerprint: Fingerprint, wishes: Wishes, planner: Planner, single: Setting | None = None
+) -> tuple[Setting, ...]:
+    """Choose the settings of both stages of a cascade.
+
+    Args:
+        fingerprint: Facts of the cases.
+        wishes: Memory and time.
+        planner: Predicts memory and time of a setting.
+        single: Setting of a single stage that is kept unless the cascade is better by `LEAST_GAIN`.
+
+    Returns:
+        The settings of the coarse and the fine stage, or `single` alone.
+
+    Raises:
+        UserError: If the cascade does not suit the cases, the memory or the time.
+    """
+    hindrance = hindrance_of_cascade(fingerprint)
+    if hindrance:
+        raise UserError(f"num_stages=2: {hindrance}; give num_stages=1")
+    coarse_view, fine_view = cascade_views(fingerprint)
+    fine = choose_patches(fine_view, wishes, planner)
+    if single is not None:
+        gain = math.prod(single.spacing_mm) / math.prod(fine.spacing_mm)
+        if gain < LEAST_GAIN:
             return (single,)
-        raise
-    gain = math.prod(single.spacing_mm) / math.prod(fine.spacing_mm)
-    if wishes.num_stages is None and gain < LEAST_GAIN:
-        return (single,)
     coarse = choose_whole_scans(coarse_view, wishes, planner)
-    if coarse is not None:
-        return coarse, fine
-    if wishes.num_stages is None:
-        return (single,)
-    raise UserError(
-        f"num_stages=2: {wishes.fit_gib:g} GiB and {wishes.hours:g} h are too little for "
-        f"{WANTED_STEPS} steps of a coarse stage on whole scans beside a fine stage; give more "
-        "hours or memory, or num_stages=1"
-    )
+    if coarse is None:
+        raise UserError(
+            f"num_stages=2: {wishes.fit_gib:g} GiB and {wishes.hours:.2g} h are too little for "
+            f"{WANTED_STEPS} steps of a coarse stage on whole scans beside a fine stage; give more "
+            "hours or memory, or num_stages=1"
+        )
+    return coarse, fine
 
 
 def choose_whole_scans(view: StageView, wishes: Wishes, planner: Planner) -> Setting | None:
@@ -200,8 +254,11 @@ def _whole_scans(spacing_mm: Triple, view: StageView, wishes: Wishes, planner: P
     for length_mm, voxel_mm in zip(view.extent_mm, spacing_mm, strict=True):
         lengths.append(math.ceil(length_mm / voxel_mm))
     depth, height, width = lengths
-    shape = network_size((depth, height, width), planner.divisor(setting))
-    return replace(setting, patch_size=shape)
+    divisor = planner.divisor(setting)
+    shape = network_size((depth, height, width), divisor)
+    # Larger scans are cut to a range of slices.
+    depth = bounded_depth(shape, COARSE_MAX_VOXELS, divisor[0])
+    return replace(setting, patch_size=(depth, *shape[1:]))
 
 
 def _with_patches(

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ from medseg.studies.configure.setting import (
     key_values,
     yaml_text,
 )
-from medseg.studies.configure.stage_views import StageView, cascade_views, single_view
+from medseg.studies.configure.stage_views import StageView, stage_views
 from medseg.studies.configure.times import Costs, Schedule, StageCosts
 from medseg.studies.cross_validate import check_folds
 from medseg.studies.train_arguments import arguments_for_train
@@ -120,27 +120,24 @@ def configure(config: ConfigureConfig) -> int:
         timed_steps=config.timed_steps,
         is_on_processor=not is_gpu,
     )
-    views = {view.stage: view for view in (single_view(fingerprint), *cascade_views(fingerprint))}
+    views = stage_views(fingerprint)
     largest_mm = {stage: view.largest_mm for stage, view in views.items()}
     planner = MachinePlanner(task, largest_mm, arguments, pilot.folder / "planned.yaml")
     say("configure: predicting memory and time; the first time on a machine takes minutes")
     try:
-        settings = choose(fingerprint, wishes, planner)
-        settings, costs = measure_settings(settings, fingerprint, views, wishes, planner, pilot)
-        # Predicted here, for a step of one patch like `costs`: `with_steps` chooses the batch size
-        # later. If a setting is new, the planner writes a file into the folder of the pilot.
-        predictions = [planner.predict(setting) for setting in settings]
+        settings, schedule = _fitting_settings(fingerprint, views, wishes, planner, pilot)
+        # Predicted for a step of one patch, like the measured costs. If a setting is new, the
+        # planner writes a file into the folder of the pilot.
+        predictions = []
+        for setting in settings:
+            predictions.append(planner.predict(replace(setting, batch_size=1, steps=1)))
     finally:
         shutil.rmtree(pilot.folder, ignore_errors=True)
-    schedule = Schedule(costs, config.num_folds, len(cases))
-    shares = [views[setting.stage].time_share for setting in settings]
-    fewest_steps = [least_steps(setting, views[setting.stage]) for setting in settings]
-    steps = schedule.steps_within(config.hours, shares, fewest_steps)
-    settings = tuple(map(with_steps, settings, steps))
     command = next_command(output, config.num_folds, arguments)
     head = [f"Written by medseg configure for {wishes_line(wishes)}.", f"Run: {command}"]
     parts = []
-    for setting, prediction, stage_costs in zip(settings, predictions, costs.stages, strict=True):
+    all_costs = schedule.costs.stages
+    for setting, prediction, stage_costs in zip(settings, predictions, all_costs, strict=True):
         view = views[setting.stage]
         reasons = reasons_of(setting, view, task, wishes, stage_costs)
         parts.append(Part(setting, reasons, prediction, stage_costs))
@@ -196,6 +193,40 @@ def _switches(*, is_gpu: bool) -> tuple[str, ...]:
     return SWITCHES
 
 
+def _fitting_settings(
+    fingerprint: Fingerprint,
+    views: Mapping[StageName, StageView],
+    wishes: Wishes,
+    planner: MachinePlanner,
+    pilot: Pilot,
+) -> tuple[tuple[Setting, ...], Schedule]:
+    """Choose and time settings, and count the steps for which there is time.
+
+    Where the time is too short for the two trainings of a cascade, a single stage is chosen, unless
+    two stages are wished.
+
+    Returns:
+        The settings, and the schedule of their cross-validation.
+
+    Raises:
+        UserError: If memory or hours are too little; names the nearest possible value.
+    """
+    settings = choose(fingerprint, wishes, planner)
+    settings, costs = measure_settings(settings, fingerprint, views, wishes, planner, pilot)
+    schedule = Schedule(costs, wishes.num_folds, len(pilot.cases))
+    shares = [views[setting.stage].time_share for setting in settings]
+    fewest_steps = [least_steps(setting, views[setting.stage]) for setting in settings]
+    try:
+        steps = schedule.steps_within(wishes.hours, shares, fewest_steps)
+    except UserError:
+        if len(settings) == 1 or wishes.num_stages == 2:
+            raise
+        say("configure: the time is too short for two trainings of each fold; choosing one stage")
+        one_stage = wishes._replace(num_stages=1)
+        return _fitting_settings(fingerprint, views, one_stage, planner, pilot)
+    return tuple(map(with_steps, settings, steps)), schedule
+
+
 def measure_settings(
     settings: tuple[Setting, ...],
     fingerprint: Fingerprint,
@@ -225,7 +256,11 @@ def measure_settings(
         # The planner predicts times of an idle machine. Other programs may slow this machine, so
         # that it does in the user's hours what the planner predicts for fewer hours.
         hours = wishes.hours / slowness
-        cheaper = choose(fingerprint, wishes._replace(hours=hours), planner)
+        try:
+            cheaper = choose(fingerprint, wishes._replace(hours=hours), planner)
+        except UserError:
+            # A wished cascade has no cheaper setting.
+            cheaper = settings
         if cheaper != settings:
             say(f"configure: a step took {slowness:.1f} times the predicted time; choosing again")
             settings = cheaper
@@ -305,7 +340,7 @@ def _write_experiments(
         stage_head = [f"The {stage.value} stage of {EXPERIMENT}."]
         text = experiment_text(part.setting, task, part.reasons, stage_head)
         replace_text(output / files[stage], text)
-    replace_text(output / EXPERIMENT, cascade_text(task, files, head))
+    replace_text(output / EXPERIMENT, cascade_text(files, head))
 
 
 def _write_facts(output: Path, parts: Sequence[Part], schedule: Schedule, wishes: Wishes) -> None:
@@ -355,5 +390,7 @@ def report_text(parts: Sequence[Part], task: Task, schedule: Schedule, wishes: W
             f"predicted, {part.costs.peak_gib:.2f} measured. A patch: "
             f"{part.prediction.seconds:.3g} s predicted, {part.costs.step_s:.3g} measured.\n"
         )
-    sections.append(f"Memory of a prediction: {schedule.costs.predict_peak_gib:.2f} GiB measured.")
+    predict_peak_gib = schedule.costs.predict_peak_gib
+    if predict_peak_gib:
+        sections.append(f"Memory of a prediction: {predict_peak_gib:.2f} GiB measured.")
     return "\n".join(sections) + "\n"

@@ -15,11 +15,9 @@ from medseg.data.case_table import Case
 from medseg.data.source_case import SourceCase, read_source
 from medseg.io.tables import write_csv
 from medseg.knob import Triple
-from medseg.task import LabelValues, Region, Task
+from medseg.task import LabelValues, Task
 
 MM3_PER_ML = 1000.0
-# Name of the region with all labels, for a task that has no regions.
-ONE_REGION = "organs"
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ class CaseFacts:
         low: First percentile of the values of the first channel, in HU for a CT.
         high: 99th percentile of the values of the first channel.
         labels: Label name to size; labels that the case lacks are left out.
-        regions: Name of a region of `cascade_regions` to the size of all its labels together;
-            regions that the case lacks are left out.
+        regions: Name of a region of the task to the size of all its labels together; regions that
+            the case lacks are left out.
     """
 
     name: str
@@ -164,7 +162,7 @@ def facts_of(name: str, source: SourceCase, task: Task) -> CaseFacts:
         counts, boxes = _count_and_bound(source.labels, task)
         for label in counts:
             labels[label] = _size_of([label], counts, boxes, grid.spacing_mm)
-        for region in cascade_regions(task):
+        for region in task.regions:
             present_labels = [label for label in region.labels if label in counts]
             if present_labels:
                 regions[region.name] = _size_of(present_labels, counts, boxes, grid.spacing_mm)
@@ -179,14 +177,6 @@ def facts_of(name: str, source: SourceCase, task: Task) -> CaseFacts:
         labels=labels,
         regions=regions,
     )
-
-
-def cascade_regions(task: Task) -> tuple[Region, ...]:
-    """Return the regions that a cascade for a task would find.
-
-    They are those of the task. If it has none, they are one region with all labels.
-    """
-    return task.regions or (Region(ONE_REGION, tuple(task.labels)),)
 
 
 def _count_and_bound(

@@ -4,10 +4,10 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from medseg.cascade.cascade import REFINE
@@ -29,8 +29,9 @@ from medseg.studies.command_steps import (
     run_and_get_failure,
     search_paths,
 )
-from medseg.studies.configure.fingerprint import Fingerprint
+from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint
 from medseg.studies.configure.setting import Setting, experiment_text
+from medseg.studies.configure.stage_views import crops_mm
 from medseg.studies.configure.times import Costs, StageCosts
 from medseg.studies.train_arguments import key_of, merge_arguments
 from medseg.task import LabelValues, Task
@@ -85,7 +86,8 @@ class Pilot:
         Raises:
             UserError: If a command fails, or the prediction of the largest case, with its message.
         """
-        largest, training_cases = pick_cases(self.cases, self.fingerprint)
+        is_cascade = len(settings) > 1
+        largest, training_cases = pick_cases(self.cases, self.fingerprint, need_regions=is_cascade)
         shutil.rmtree(self.folder, ignore_errors=True)
         prepare_s = 0.0
         for setting in settings:
@@ -99,7 +101,8 @@ class Pilot:
             f"configure: timing {self.timed_steps} steps, a prediction and its scores, which mean "
             "nothing after so few steps"
         )
-        stages = [self._time_training(setting) for setting in settings]
+        trained = [case.name for case, _ in training_cases]
+        stages = [self._time_training(setting, trained) for setting in settings]
         table = write_case_table(self.folder / "held_out.csv", [replace(held_out, split=None)])
         predict_s = self._time(self._predict_step(table, settings))
         # A command that fails on a case alone has not failed as a whole, see `has_failed`.
@@ -115,18 +118,33 @@ class Pilot:
         overhead_s = max(0.0, predict_s - report["durations_s"]["total"])
         # Times of the largest case are scaled to a mean case by the volume of the field of view:
         # the time is proportional to the number of tiles, which cover the field of view.
-        mean_share = self._mean_share()
+        mean_share = self._mean_share(scan_mm3, [held_out.name])
+        case_s = mean_share * report["durations_s"]["total"]
+        predict_peak_gib = report["peak_resident_bytes"] / GIB
+        if is_cascade:
+            # After so few steps the boxes of a coarse stage mean nothing, nor do the time and the
+            # memory of the crops. The validation of the fine stage takes the boxes of the
+            # reference.
+            case_s = mean_share * without_crops_s(report["durations_s"])
+            crops_s = validation_s(self._run_dir(StageName.fine))
+            case_s += self._mean_share(all_crops_mm3, [held_out.name]) * crops_s
+            predict_peak_gib = 0.0
         return Costs(
             stages=tuple(stages),
             prepare_s=prepare_s,
             predict_start_s=overhead_s,
-            case_s=mean_share * self._largest_case_s(report["durations_s"]),
+            case_s=case_s,
             score_s=mean_share * max(0.0, score_s - overhead_s),
-            predict_peak_gib=report["peak_resident_bytes"] / GIB,
+            predict_peak_gib=predict_peak_gib,
         )
 
-    def _time_training(self, setting: Setting) -> StageCosts:
-        """Train a stage for a few steps, and measure its costs."""
+    def _time_training(self, setting: Setting, trained: Collection[str]) -> StageCosts:
+        """Train a stage for a few steps, and measure its costs.
+
+        Args:
+            setting: Setting of the stage.
+            trained: Names of the training cases.
+        """
         steps = self.timed_steps
         text = experiment_text(replace(setting, steps=steps), self.task, reasons={})
         replace_text(self._experiment(setting.stage), text)
@@ -135,29 +153,15 @@ class Pilot:
         step_s = median_of(run_dir, "seconds_per_step")
         if self.is_on_processor:
             _warn_if_busy(median_of(run_dir, "cpu_percent"))
+        mean_share = 1.0
+        if setting.stage is StageName.coarse:
+            # Its samples are whole scans, which may be larger or smaller in the mean.
+            mean_share = self._mean_share(scan_mm3, trained)
         return StageCosts(
-            step_s=step_s,
+            step_s=mean_share * step_s,
             start_s=max(0.0, train_s - steps * step_s),
             peak_gib=read_summary(run_dir)["peak_resident_mib"] / 2**10,
         )
-
-    def _largest_case_s(self, durations_s: Mapping[str, float]) -> float:
-        """Compute the seconds that a prediction of the largest case takes.
-
-        After so few steps the boxes of a coarse stage mean nothing. So the time of the crops is
-        that of the fine stage's validation, which takes the boxes of the reference.
-
-        Args:
-            durations_s: Step of the timed prediction to its seconds; `total` is the whole.
-        """
-        seconds = durations_s["total"]
-        fine_run = self._run_dir(StageName.fine)
-        if not fine_run.is_dir():
-            return seconds
-        for step, step_s in durations_s.items():
-            if step.startswith(REFINE):
-                seconds -= step_s
-        return seconds + validation_s(fine_run)
 
     def _prepare(self, cases: Sequence[LabelledCase], setting: Setting) -> float:
         """Prepare some cases into the cache of the pilot, and time the preparation.
@@ -168,9 +172,13 @@ class Pilot:
         Raises:
             UserError: If a case cannot be used.
         """
+        task = self.task
+        if setting.stage is StageName.single:
+            # The regions are a part of the cache's key.
+            task = task.as_one_stage()
         start_s = time.perf_counter()
         targets = [(setting.spacing_mm, RESAMPLING)]
-        for audited, _ in prepare_cases(cases, self.folder / "cache", self.task, targets):
+        for audited, _ in prepare_cases(cases, self.folder / "cache", task, targets):
             if audited.status != READY:
                 raise UserError(
                     f"{audited.case.name}: the case cannot be used; medseg prepare says why"
@@ -185,10 +193,16 @@ class Pilot:
                 num_prepared_voxels += facts.num_voxels
         return prepare_s * num_all_voxels / num_prepared_voxels
 
-    def _mean_share(self) -> float:
-        """Divide the mean volume of the cases' fields of view by the largest one."""
-        volumes = [math.prod(case.extent_mm) for case in self.fingerprint.cases]
-        return sum(volumes) / len(volumes) / max(volumes)
+    def _mean_share(self, volume: Callable[[CaseFacts], float], names: Collection[str]) -> float:
+        """Divide the mean volume of all cases by that of some cases.
+
+        Args:
+            volume: Computes the volume of a case, mm³.
+            names: Names of some cases.
+        """
+        cases = self.fingerprint.cases
+        some_cases = [case for case in cases if case.name in names]
+        return fmean(map(volume, cases)) / fmean(map(volume, some_cases))
 
     def _experiment(self, stage: StageName) -> Path:
         """Name the experiment file of a stage."""
@@ -243,11 +257,17 @@ class Pilot:
 
 
 def pick_cases(
-    cases: Sequence[LabelledCase], fingerprint: Fingerprint
+    cases: Sequence[LabelledCase], fingerprint: Fingerprint, *, need_regions: bool
 ) -> tuple[LabelledCase, list[LabelledCase]]:
     """Pick the largest case, and up to `NUM_TRAINED` cases of other patients to train on.
 
     Split and folds of the case table are removed from the cases: the pilot sets its own split.
+
+    Args:
+        cases: All cases that have labels.
+        fingerprint: Facts of the same cases.
+        need_regions: Whether cases with a region of the task are preferred: a fine stage has no
+            sample of the others.
 
     Returns:
         The largest case, and the training cases.
@@ -256,9 +276,40 @@ def pick_cases(
     for case, label_values in cases:
         unmarked_case = replace(case, split=None, fold=None, fold_sides=())
         unmarked_cases.append((unmarked_case, label_values))
-    largest = next(pair for pair in unmarked_cases if pair[0].name == fingerprint.largest.name)
+    if need_regions:
+        with_regions = {facts.name for facts in fingerprint.cases if facts.regions}
+        # Sorting is stable: False comes first.
+        unmarked_cases.sort(key=lambda pair: pair[0].name not in with_regions)
+        candidates = [facts for facts in fingerprint.cases if facts.regions]
+        largest_name = max(candidates, key=scan_mm3).name
+    else:
+        largest_name = fingerprint.largest.name
+    largest = next(pair for pair in unmarked_cases if pair[0].name == largest_name)
     others = [pair for pair in unmarked_cases if pair[0].patient != largest[0].patient]
     return largest, others[:NUM_TRAINED]
+
+
+def scan_mm3(case: CaseFacts) -> float:
+    """Compute the volume of the field of view of a case, mm³."""
+    return math.prod(case.extent_mm)
+
+
+def all_crops_mm3(case: CaseFacts) -> float:
+    """Compute the volume of all crops of a case together, mm³."""
+    return sum(map(math.prod, crops_mm(case)))
+
+
+def without_crops_s(durations_s: Mapping[str, float]) -> float:
+    """Compute the seconds of a prediction without the crops of the fine stage.
+
+    Args:
+        durations_s: Step of the prediction to its seconds; `total` is the whole.
+    """
+    seconds = durations_s["total"]
+    for step, step_s in durations_s.items():
+        if step.startswith(REFINE):
+            seconds -= step_s
+    return seconds
 
 
 def median_of(run_dir: Path, column: str) -> float:

@@ -1,7 +1,6 @@
 """Planner of `configure`: predicts memory and time of a setting as `medseg plan` does."""
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -63,21 +62,24 @@ class MachinePlanner:
         config = self._config(setting)
         if self.machine is None:
             self.machine = Machine(config)
-        prediction = estimate(config, input_shape(config), evaluated_shape(config), self.machine)
-        return Prediction(prediction.peak_resident / GIB, prediction.seconds_per_step)
+        shape, largest_shape = input_shape(config), evaluated_shape(config)
+        prediction = estimate(config, shape, largest_shape, self.machine)
+        seconds = prediction.seconds_per_step
+        if setting.stage is StageName.coarse:
+            # The peak is that of the largest scan, the mean step that of the median one.
+            prediction_of_median = estimate(config, setting.patch_size, largest_shape, self.machine)
+            seconds = prediction_of_median.seconds_per_step
+        return Prediction(prediction.peak_resident / GIB, seconds)
 
     def _config(self, setting: Setting) -> PlanConfig:
         """Compose the configuration of a setting as `plan` would."""
         replace_text(self.file, experiment_text(setting, self.task, reasons={}))
         experiment = f"experiment={text_of(str(self.file))}"
         register_experiments([experiment])
-        # Shape of the largest input at the spacing of the setting.
-        shape = []
         lengths_mm = self.largest_mm[setting.stage]
-        for length_mm, voxel_mm in zip(lengths_mm, setting.spacing_mm, strict=True):
-            shape.append(math.ceil(length_mm / voxel_mm))
-        arguments = [experiment, *self.arguments, f"validation_shape={text_of(shape)}"]
-        if setting.stage is StageName.coarse:
-            # This stage has no key for the size of its samples.
-            arguments.append(f"shape={text_of(list(setting.patch_size))}")
+        arguments = [
+            experiment,
+            *self.arguments,
+            f"extent_mm.{setting.stage.value}={text_of(list(lengths_mm))}",
+        ]
         return to_config(hydra.compose("plan", arguments), PlanConfig)

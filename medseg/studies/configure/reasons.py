@@ -14,7 +14,12 @@ from medseg.studies.configure.choose import (
 )
 from medseg.studies.configure.fingerprint import Fingerprint
 from medseg.studies.configure.setting import Setting
-from medseg.studies.configure.stage_views import LEAST_VOXELS_ACROSS, VOXELS_ACROSS, StageView
+from medseg.studies.configure.stage_views import (
+    FINE_VOXELS_ACROSS,
+    LEAST_VOXELS_ACROSS,
+    VOXELS_ACROSS,
+    StageView,
+)
 from medseg.studies.configure.times import StageCosts
 from medseg.task import Task
 
@@ -63,7 +68,7 @@ def reasons_of(
         "memory": f"{costs.peak_gib:.2f} GiB of {wishes.fit_gib:g} measured in the timed steps",
         "steps": f"{setting.batch_size * costs.step_s:.3g} s each; {passes:.0f} times the voxels "
         f"of {INPUT_OF[setting.stage]} are seen",
-        "task.regions": _reason_of_regions(setting.stage),
+        "task.regions": "one stage cuts no regions",
         "spacing.target_spacing_mm": f"{view.structure} is {view.structure_mm:.3g} mm across, "
         f"{voxels_across:.0f} voxels ({wanted_across:.0f} wanted); "
         f"slices {view.scan_spacing_mm[0]:.3g} mm apart",
@@ -86,8 +91,9 @@ def passes_line() -> str:
     return (
         f"Spacing of one stage: the finest at which a training sees {WANTED_PASSES} times the "
         f"voxels of a scan, among those that give the smallest label about {VOXELS_ACROSS} down to "
-        f"{LEAST_VOXELS_ACROSS} voxels across. Two stages are chosen where the crops of the second "
-        f"allow voxels that are smaller by a factor of {LEAST_GAIN:g}."
+        f"{LEAST_VOXELS_ACROSS} voxels across. A task with regions gets two stages where crops of "
+        f"the regions, with up to {FINE_VOXELS_ACROSS} voxels across, allow voxels that are "
+        f"smaller by a factor of {LEAST_GAIN:g}."
     )
 
 
@@ -102,15 +108,10 @@ def _reason_of_stage(stage: StageName, task: Task) -> str:
             return "the fine stage segments a crop of each region, at a finer spacing"
 
 
-def _reason_of_regions(stage: StageName) -> str:
-    """Explain the regions, where the task has others."""
-    if stage is StageName.single:
-        return "one stage cuts no regions"
-    return "one crop with all labels"
-
-
 def _reason_of_model(setting: Setting) -> str:
     """Explain the choice of the network."""
+    if setting.stage is StageName.coarse:
+        return "16 channels at half resolution are enough to find the regions"
     if setting.model == "unet":
         return f"16 channels at half resolution; the wide one needs time for {MANY_STEPS} steps"
     return f"32 channels and eight at full resolution: there is time for {MANY_STEPS} steps"

@@ -9,7 +9,6 @@ from typing import Any
 from medseg.data.options import StageName
 from medseg.geometry.sizes import Shape
 from medseg.knob import Triple
-from medseg.studies.configure.fingerprint import cascade_regions
 from medseg.task import Task
 
 
@@ -67,7 +66,9 @@ def group_choices(setting: Setting, task: Task) -> dict[str, str]:
 def key_values(setting: Setting, task: Task) -> dict[str, Any]:
     """Map each key that the experiment sets to its value; keys of one group are adjacent."""
     values: dict[str, Any] = {"steps": setting.steps}
-    values |= region_values(setting.stage, task)
+    if task.regions and setting.stage is StageName.single:
+        # A single stage has no regions: a second stage would refine them in crops.
+        values["task.regions"] = None
     values["spacing.target_spacing_mm"] = list(setting.spacing_mm)
     if setting.stage is not StageName.coarse:
         values["stage.patch_size"] = list(setting.patch_size)
@@ -79,19 +80,6 @@ def key_values(setting: Setting, task: Task) -> dict[str, Any]:
         # Axis 2 is x. Without sides, left and right may be exchanged by mirroring.
         "augment.flip_axes": [] if task.has_sides else [2],
     }
-
-
-def region_values(stage: StageName, task: Task) -> dict[str, Any]:
-    """Map `task.regions` to its value if the stage needs other regions than those of the task."""
-    if stage is StageName.single:
-        # A single stage has no regions: a second stage would refine them in crops.
-        return {"task.regions": None} if task.regions else {}
-    if task.regions:
-        return {}
-    regions = {}
-    for region in cascade_regions(task):
-        regions[region.name] = {"labels": list(region.labels), "side": region.side}
-    return {"task.regions": regions}
 
 
 def experiment_text(
@@ -115,11 +103,10 @@ def experiment_text(
     return "\n".join(lines) + "\n"
 
 
-def cascade_text(task: Task, files: Mapping[StageName, str], head: Iterable[str]) -> str:
+def cascade_text(files: Mapping[StageName, str], head: Iterable[str]) -> str:
     """Write the experiment of `cross_validate` that names the experiments of both stages.
 
     Args:
-        task: Labels and channels.
         files: Stage to the name of its experiment file in the same folder.
         head: Lines of the comment at the top.
     """
@@ -127,7 +114,6 @@ def cascade_text(task: Task, files: Mapping[StageName, str], head: Iterable[str]
     values: dict[str, Any] = {stage.value: name for stage, name in files.items()}
     # Both stages start from random weights.
     values |= {"pretrain_coarse": None, "pretrain_fine": None}
-    values |= region_values(StageName.coarse, task)
     lines += _key_lines(values, reasons={})
     return "\n".join(lines) + "\n"
 

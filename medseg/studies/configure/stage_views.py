@@ -1,7 +1,6 @@
 """What each stage sees of the cases: scans or crops, their sizes, and the details in them."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -19,8 +18,10 @@ LEAST_VOXELS_ACROSS = 12
 FINE_VOXELS_ACROSS = 96
 # Margin on every side of a crop, as in `conf/stage/fine.yaml`, mm.
 CROP_MARGIN_MM = 10.0
-# Finest and coarsest spacing of the coarse stage, mm. The finest is the default of this stage; two
-# voxels of the coarsest fill the margin of a crop.
+# Largest sample of the coarse stage, as in `conf/stage/coarse.yaml`, voxels.
+COARSE_MAX_VOXELS = 8_000_000
+# Finest and coarsest spacing of the coarse stage, mm, unless a region is small. The finest is the
+# default of this stage; two voxels of the coarsest fill the margin of a crop.
 COARSE_FINEST_MM, COARSE_COARSEST_MM = 2.0, CROP_MARGIN_MM / 2
 # Least number of voxels across the smallest region in the coarse stage.
 REGION_VOXELS_ACROSS = 8
@@ -82,7 +83,8 @@ def single_view(fingerprint: Fingerprint) -> StageView:
 def cascade_views(fingerprint: Fingerprint) -> tuple[StageView, StageView]:
     """Describe what both stages of a cascade see.
 
-    The coarse stage sees the regions in the whole scans, the fine stage the labels in crops.
+    The coarse stage sees the regions in the whole scans, the fine stage the labels in crops. A case
+    must have a region.
     """
     region, region_mm = fingerprint.smallest_region
     coarsest_mm = min(COARSE_COARSEST_MM, region_mm / REGION_VOXELS_ACROSS)
@@ -99,7 +101,7 @@ def cascade_views(fingerprint: Fingerprint) -> tuple[StageView, StageView]:
         time_share=COARSE_SHARE,
     )
     label, label_mm = fingerprint.smallest_label
-    crops = [_crops_mm(case) for case in fingerprint.cases if case.regions]
+    crops = [crops_mm(case) for case in fingerprint.cases if case.regions]
     all_crops = [lengths_mm for case_crops in crops for lengths_mm in case_crops]
     fine = StageView(
         stage=StageName.fine,
@@ -116,7 +118,15 @@ def cascade_views(fingerprint: Fingerprint) -> tuple[StageView, StageView]:
     return coarse, fine
 
 
-def _crops_mm(case: CaseFacts) -> Sequence[Triple]:
+def stage_views(fingerprint: Fingerprint) -> dict[StageName, StageView]:
+    """Map each stage that could be trained to what it sees."""
+    views = [single_view(fingerprint)]
+    if any(case.regions for case in fingerprint.cases):
+        views += cascade_views(fingerprint)
+    return {view.stage: view for view in views}
+
+
+def crops_mm(case: CaseFacts) -> list[Triple]:
     """List the lengths of the crops of a case, (z, y, x): its regions with their margins."""
     crops = []
     for region in case.regions.values():

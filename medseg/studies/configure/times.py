@@ -35,7 +35,7 @@ class Costs:
         predict_start_s: Start and end of a `predict` command, or of an `evaluate` command.
         case_s: Prediction of a case of mean size; its validation in all stages takes as long.
         score_s: Scores and pictures of a case of mean size.
-        predict_peak_gib: Peak memory of a prediction.
+        predict_peak_gib: Peak memory of a prediction; 0 where none could be measured, see `Pilot`.
     """
 
     stages: tuple[StageCosts, ...]

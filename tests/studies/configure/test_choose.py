@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -33,9 +34,9 @@ from medseg.studies.configure.setting import Setting
 from medseg.studies.configure.stage_views import (
     LEAST_VOXELS_ACROSS,
     VOXELS_ACROSS,
-    StageView,
     cascade_views,
     single_view,
+    stage_views,
 )
 
 SWITCHES = ("amp", "amp_checkpoint", "lean")
@@ -59,12 +60,6 @@ LARGE = Fingerprint((facts(150.0, (2.5, 0.75, 0.8)),))
 SMALL = Fingerprint((facts(20.0, (2.5, 0.75, 0.8)),))
 LARGE_VIEW = single_view(LARGE)
 SMALL_VIEW = single_view(SMALL)
-
-
-def views_of(fingerprint: Fingerprint) -> dict[StageName, StageView]:
-    """Each stage with what it sees."""
-    views = (single_view(fingerprint), *cascade_views(fingerprint))
-    return {view.stage: view for view in views}
 
 
 class FakePlanner:
@@ -93,7 +88,7 @@ def wishes(gib: float, hours: float) -> Wishes:
 def test_every_choice_fits(fingerprint: Fingerprint, gib: float, hours: float) -> None:
     planner = FakePlanner()
     settings = choose(fingerprint, wishes(gib, hours), planner)
-    views = views_of(fingerprint)
+    views = stage_views(fingerprint)
     for setting in settings:
         assert planner.predict(setting).peak_gib * (1 + MARGIN) <= gib
         for voxel_mm, median_mm, length, input_mm in zip(
@@ -147,7 +142,7 @@ def test_no_setting_is_predicted_twice_without_need() -> None:
 def test_a_cascade_is_chosen_where_its_crops_allow_much_smaller_voxels() -> None:
     """A ball of 60 mm in a scan of 300 mm: the crop is a hundredth of the scan."""
     fingerprint = Fingerprint((facts(60.0, (1.0, 0.75, 0.8)),))
-    views = views_of(fingerprint)
+    views = stage_views(fingerprint)
     num_cascades = 0
     for hours in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0):
         wish = wishes(8.0, hours)
@@ -162,7 +157,7 @@ def test_a_cascade_is_chosen_where_its_crops_allow_much_smaller_voxels() -> None
         wished_single = choose(fingerprint, wish._replace(num_stages=1), FakePlanner())
         assert wished_single == (single,)
         if coarse is None:
-            with pytest.raises(UserError, match="num_stages=2: 8 GiB and .* num_stages=1"):
+            with pytest.raises(UserError, match=r"num_stages=2: 8 GiB and .*, or num_stages=1"):
                 choose(fingerprint, wish._replace(num_stages=2), FakePlanner())
         else:
             wished = choose(fingerprint, wish._replace(num_stages=2), FakePlanner())
@@ -185,6 +180,50 @@ def test_one_stage_is_chosen_where_the_crops_do_not_fit() -> None:
     assert len(choose(fingerprint, wish, LargeCrops())) == 1
     with pytest.raises(UserError, match="the nearest possible wish is fit_gib="):
         choose(fingerprint, wish._replace(num_stages=2), LargeCrops())
+
+
+def test_a_cascade_is_chosen_where_only_its_crops_fit() -> None:
+    class LargeScans(FakePlanner):
+        def predict(self, setting: Setting) -> Prediction:
+            prediction = super().predict(setting)
+            if setting.stage is StageName.single:
+                return prediction._replace(peak_gib=9.0)
+            return prediction
+
+    fingerprint = Fingerprint((facts(60.0, (1.0, 0.75, 0.8)),))
+    for num_stages in (None, 2):
+        wish = wishes(8.0, 3.0)._replace(num_stages=num_stages)
+        assert len(choose(fingerprint, wish, LargeScans())) == 2
+
+
+def test_a_region_that_a_coarse_stage_would_report_as_absent_gets_one_stage() -> None:
+    large = facts(60.0, (1.0, 0.75, 0.8), "a")
+    small = facts(20.0, (1.0, 0.75, 0.8), "b")
+    wish = wishes(8.0, 3.0)
+    assert len(choose(Fingerprint((large, large)), wish, FakePlanner())) == 2
+    # 4.2 ml in one case of two.
+    mixed = Fingerprint((large, small))
+    assert len(choose(mixed, wish, FakePlanner())) == 1
+    with pytest.raises(UserError, match=r"num_stages=2: organs of b has 4.2 ml, .* num_stages=1"):
+        choose(mixed, wish._replace(num_stages=2), FakePlanner())
+
+
+def test_a_task_without_regions_gets_one_stage() -> None:
+    fingerprint = Fingerprint((replace(facts(60.0, (1.0, 0.75, 0.8)), regions={}),))
+    assert list(stage_views(fingerprint)) == [StageName.single]
+    assert len(choose(fingerprint, wishes(8.0, 3.0), FakePlanner())) == 1
+    with pytest.raises(UserError, match="num_stages=2: the task has no regions; give num_stages=1"):
+        choose(fingerprint, wishes(8.0, 3.0)._replace(num_stages=2), FakePlanner())
+
+
+def test_crops_are_the_regions_with_their_margins() -> None:
+    sizes = {"left": (100.0, 80.0, 60.0), "right": (120.0, 80.0, 70.0)}
+    regions = {name: LabelFacts(100.0, extent_mm) for name, extent_mm in sizes.items()}
+    case = replace(facts(60.0, (1.0, 0.75, 0.8)), regions=regions)
+    _, fine = cascade_views(Fingerprint((case, replace(case, regions={}))))
+    assert fine.extent_mm == (130.0, 100.0, 85.0)
+    assert fine.largest_mm == (140.0, 100.0, 90.0)
+    assert fine.case_mm3 == 120 * 100 * 80 + 140 * 100 * 90
 
 
 def test_scans_that_show_nothing_finer_get_one_stage() -> None:
@@ -242,7 +281,7 @@ def test_patches_are_as_long_in_mm_along_all_axes() -> None:
 
 @pytest.mark.parametrize("stage", StageName)
 def test_smaller_samples_end(stage: StageName) -> None:
-    view = views_of(LARGE)[stage]
+    view = stage_views(LARGE)[stage]
     wish = wishes(8.0, 10.0)
     choose_stage = choose_whole_scans if stage is StageName.coarse else choose_patches
     following = choose_stage(view, wish, FakePlanner())

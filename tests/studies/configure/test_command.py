@@ -25,7 +25,7 @@ from medseg.studies.configure import command
 from medseg.studies.configure.choose import Prediction, Wishes, choose
 from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint, LabelFacts
 from medseg.studies.configure.setting import Setting
-from medseg.studies.configure.stage_views import cascade_views, single_view
+from medseg.studies.configure.stage_views import stage_views
 from medseg.studies.configure.times import PLANNED_SHARE, Costs, StageCosts
 
 STAGE_COSTS = StageCosts(step_s=0.2, start_s=8.0, peak_gib=0.75)
@@ -71,7 +71,7 @@ FINGERPRINT = Fingerprint(
 )
 # Memory of a voxel in each stage, GiB.
 STAGE_GIB = {StageName.coarse: 2.5e-7, StageName.fine: 5e-6}
-VIEWS = {view.stage: view for view in (single_view(FINGERPRINT), *cascade_views(FINGERPRINT))}
+VIEWS = stage_views(FINGERPRINT)
 
 
 @pytest.fixture
@@ -267,6 +267,52 @@ def test_a_slow_machine_gets_a_setting_for_a_part_of_the_hours() -> None:
     assert chosen == choose(FINGERPRINT, wishes._replace(hours=0.1), FakePlanner()) != first
     for setting, stage in zip(chosen, costs.stages, strict=True):
         assert stage.step_s == pytest.approx(8 * FakePlanner().predict(setting).seconds)
+
+
+def test_a_wished_cascade_that_is_slow_is_kept() -> None:
+    """Fewer hours than typed must not decide that there is no cascade."""
+    wishes = Wishes(9.0, 2.0, 2, ("plain",), num_stages=2)
+    first = choose(FINGERPRINT, wishes, FakePlanner())
+    pilot = FakePilot(
+        lambda settings: costs_of(
+            settings, seconds=lambda setting: 1000 * FakePlanner().predict(setting).seconds
+        )
+    )
+    chosen, _ = measured(first, wishes, pilot)
+    assert chosen == first
+    assert pilot.timed == [first]
+
+
+@pytest.mark.parametrize("num_stages", [None, 2])
+def test_a_cascade_without_time_for_its_steps_becomes_one_stage(
+    num_stages: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coarse = Setting(StageName.coarse, (4.0, 4.0, 4.0), (48, 48, 48), "unet", "plain")
+    fine = replace(coarse, stage=StageName.fine, spacing_mm=(2.0, 2.0, 2.0))
+    single = replace(coarse, stage=StageName.single)
+
+    def chosen(_: Fingerprint, wishes: Wishes, __: object) -> tuple[Setting, ...]:
+        return (single,) if wishes.num_stages == 1 else (coarse, fine)
+
+    monkeypatch.setattr(command, "choose", chosen)
+    # A quarter of the time is too short for 100 steps of the coarse stage.
+    pilot = FakePilot(lambda settings: costs_of(settings, seconds=lambda _: 0.35))
+    pilot.cases = range(8)  # type: ignore[attr-defined]
+    wishes = Wishes(2.0, 0.1, 2, ("plain",), num_stages)
+
+    def fitting() -> tuple[Setting, ...]:
+        arguments = (FINGERPRINT, VIEWS, wishes, FakePlanner(), pilot)
+        settings, _ = command._fitting_settings(*arguments)  # type: ignore[arg-type]
+        return settings
+
+    if num_stages == 2:
+        with pytest.raises(UserError, match="possible wish is hours="):
+            fitting()
+        return
+    (setting,) = fitting()
+    assert setting.stage is StageName.single
+    assert setting.steps >= 100
+    assert pilot.timed == [(coarse, fine), (single,)]
 
 
 def test_a_cascade_has_a_file_for_each_stage_and_one_that_names_them(

@@ -13,7 +13,6 @@ from medseg.data.case_table import read_case_table
 from medseg.io.tables import read_csv
 from medseg.phantom.case_folders import write_phantoms
 from medseg.studies.configure.fingerprint import (
-    ONE_REGION,
     CaseFacts,
     Fingerprint,
     LabelFacts,
@@ -93,15 +92,14 @@ def test_the_largest_case_has_the_largest_field_of_view() -> None:
 def test_a_region_is_as_large_as_its_labels_together(scan: Path) -> None:
     (case,) = read_case_table(scan)
     values: LabelValues = {1: "left_lung", 2: "right_lung"}
-    (facts,) = read_fingerprint([(case, values)], TASK).cases
-    # A task without regions has one with all labels.
-    assert list(facts.regions) == [ONE_REGION]
-    both = facts.regions[ONE_REGION]
-    left, right = facts.labels["left_lung"], facts.labels["right_lung"]
+    regions = (Region("both", ("left_lung", "right_lung")), Region("left", ("left_lung",)))
+    task = replace(TASK, regions=regions)
+    (facts,) = read_fingerprint([(case, values)], task).cases
+    both, left, right = facts.regions["both"], facts.labels["left_lung"], facts.labels["right_lung"]
+    assert facts.regions["left"] == left
     assert both.volume_ml == pytest.approx(left.volume_ml + right.volume_ml)
     # Along x the lungs lie beside each other.
     assert both.extent_mm[2] > max(left.extent_mm[2], right.extent_mm[2])
     assert both.extent_mm[0] >= max(left.extent_mm[0], right.extent_mm[0])
-    sided = replace(TASK, regions=(Region("a", ("left_lung",)), Region("b", ("right_lung",))))
-    (facts,) = read_fingerprint([(case, values)], sided).cases
-    assert facts.regions == {"a": left, "b": right}
+    (facts,) = read_fingerprint([(case, values)], TASK).cases
+    assert facts.regions == {}

@@ -17,11 +17,11 @@ from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.io.tables import write_csv
 from medseg.studies.configure import pilot as module
-from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint
-from medseg.studies.configure.pilot import Pilot
+from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint, LabelFacts
+from medseg.studies.configure.pilot import Pilot, pick_cases
 from medseg.studies.configure.setting import Setting
 from medseg.studies.configure.times import Costs
-from medseg.task import LabelValues
+from medseg.task import Channel, LabelValues, Region, Task
 
 GIB = 2**30
 # Seconds of the stubbed commands, of which a prediction needs 5 for its case.
@@ -96,15 +96,16 @@ def measure(
     """Measure a pilot of three cases: one of 8 litres and 800 voxels, two of 1 litre and 100."""
     cases: list[tuple[Case, LabelValues]] = []
     facts = []
-    for name, side_mm, num_voxels in (
-        ("large", 200, 800),
-        ("small", 100, 100),
-        ("third", 100, 100),
+    for name, side_mm, num_voxels, crop_mm in (
+        ("large", 200, 800, (30.0, 30.0, 30.0)),
+        ("small", 100, 100, (30.0, 30.0, 80.0)),
+        ("third", 100, 100, (30.0, 30.0, 80.0)),
     ):
         image = folder.parent / f"{name}.nii.gz"
         cases.append((Case(name=name, image=image, labels=image, patient=name), {}))
         spacing_mm = (side_mm / num_voxels, side_mm, side_mm)
-        facts.append(CaseFacts(name, (num_voxels, 1, 1), spacing_mm, 0.0, 1.0, {}, {}))
+        regions = {"organ": LabelFacts(1.0, crop_mm)}
+        facts.append(CaseFacts(name, (num_voxels, 1, 1), spacing_mm, 0.0, 1.0, {}, regions))
     monkeypatch.setattr(module, "prepare_cases", machine.prepare)
     monkeypatch.setattr(module, "run_and_get_failure", machine.run)
     monkeypatch.setattr(module, "experiment_text", lambda *_, **__: "")
@@ -115,7 +116,7 @@ def measure(
         folder=folder,
         cases=cases,
         fingerprint=Fingerprint(tuple(facts)),
-        task=None,  # type: ignore[arg-type]  # for the text of the experiment, which is replaced
+        task=Task("organ", {"organ": 1}, (Region("organ", ("organ",)),), (Channel(),)),
         plain_task={},
         label_values={},
         arguments=["trusted_targets=[mine.]", "seed=1"],
@@ -144,16 +145,42 @@ def test_a_cascade_is_timed_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyP
     machine = Machine(tmp_path / "pilot", training_gib=1.5, prediction_gib=1.0)
     settings = [replace(SETTING, stage=stage) for stage in (StageName.coarse, StageName.fine)]
     costs = measure(tmp_path / "pilot", monkeypatch, machine, settings)
-    assert [stage.step_s for stage in costs.stages] == [STEP_S, STEP_S]
+    # The steps were timed on two cases of 1 litre, and the mean case has (8 + 1 + 1) / 3; patches
+    # of crops are as large in all cases.
+    assert [stage.step_s for stage in costs.stages] == [pytest.approx(10 / 3 * STEP_S), STEP_S]
     # The cases are prepared at both spacings.
     assert costs.prepare_s == 2 * PREPARE_S
     checkpoints = [part for part in machine.predict_step if part.endswith("last.ckpt")]
     folder = tmp_path / "pilot"
     assert checkpoints == [f"{name}={folder / name / 'last.ckpt'}" for name in ("coarse", "fine")]
     # The crops that an untrained coarse stage finds (2 and 1.5 s) mean nothing: the time of the
-    # crops is that of the fine stage's validation.
+    # crops is that of the fine stage's validation, which is shorter than that of a mean case: with
+    # their margins, the crops have 50 x 50 x 50 and twice 50 x 50 x 100 mm.
+    crops = VALIDATION_S * (50 + 100 + 100) / 3 / 50
     share = 10 / 3 / 8
-    assert costs.case_s == pytest.approx(share * (CASE_S - 2.0 - 1.5 + VALIDATION_S))
+    assert costs.case_s == pytest.approx(share * (CASE_S - 2.0 - 1.5) + crops)
+    # Nor does the memory of that prediction.
+    assert (costs.predict_peak_gib, costs.peak_gib) == (0.0, 1.5)
+
+
+def test_a_cascade_is_timed_on_cases_that_have_a_region(tmp_path: Path) -> None:
+    facts = []
+    cases: list[tuple[Case, LabelValues]] = []
+    for number in range(6):
+        name = f"p{number}"
+        regions = {"organ": LabelFacts(1.0, (9.0, 9.0, 9.0))} if number in (1, 4, 5) else {}
+        # The first case has the largest field of view, and no region.
+        shape = (100 - number, 10, 10)
+        facts.append(CaseFacts(name, shape, (1.0, 1.0, 1.0), 0.0, 1.0, regions, regions))
+        image = tmp_path / f"{name}.nii.gz"
+        cases.append((Case(name=name, image=image, labels=image, patient=name), {}))
+
+    def picked(*, need_regions: bool) -> tuple[str, list[str]]:
+        largest, others = pick_cases(cases, Fingerprint(tuple(facts)), need_regions=need_regions)
+        return largest[0].name, [case.name for case, _ in others]
+
+    assert picked(need_regions=False) == ("p0", ["p1", "p2", "p3"])
+    assert picked(need_regions=True) == ("p1", ["p4", "p5", "p0"])
 
 
 @pytest.mark.parametrize(("training_gib", "prediction_gib"), [(1.5, 1.0), (1.0, 1.5)])

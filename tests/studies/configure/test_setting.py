@@ -15,12 +15,7 @@ from medseg.config.experiment_file import names_stages, register_experiments
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.options import StageName
 from medseg.studies.configure.choose import Wishes
-from medseg.studies.configure.fingerprint import (
-    CaseFacts,
-    Fingerprint,
-    LabelFacts,
-    cascade_regions,
-)
+from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint, LabelFacts
 from medseg.studies.configure.reasons import reasons_of
 from medseg.studies.configure.setting import (
     Setting,
@@ -29,7 +24,11 @@ from medseg.studies.configure.setting import (
     group_choices,
     key_values,
 )
-from medseg.studies.configure.stage_views import CROP_MARGIN_MM, cascade_views, single_view
+from medseg.studies.configure.stage_views import (
+    COARSE_MAX_VOXELS,
+    CROP_MARGIN_MM,
+    stage_views,
+)
 from medseg.studies.configure.times import StageCosts
 from medseg.task_options import make_task
 from medseg.training.check import check_objects
@@ -77,7 +76,7 @@ def test_train_takes_the_experiment(
     assert f"  - override /augment: {augment}\n" in text
 
 
-@pytest.mark.parametrize("task_name", ["lungs", "abdomen", "spine"])
+@pytest.mark.parametrize("task_name", ["lungs", "kidneys", "heart"])
 def test_train_takes_the_experiments_of_a_cascade(task_name: str, tmp_path: Path) -> None:
     task = make_task(task_config(task_name).task)
     coarse = replace(SETTING, stage=StageName.coarse, spacing_mm=(4.0, 4.0, 4.0))
@@ -88,7 +87,7 @@ def test_train_takes_the_experiments_of_a_cascade(task_name: str, tmp_path: Path
         text = experiment_text(setting, task, {})
         (tmp_path / files[setting.stage]).write_text(text, encoding="utf-8")
     file = tmp_path / "experiment.yaml"
-    file.write_text(cascade_text(task, files, ["Of a test."]), encoding="utf-8")
+    file.write_text(cascade_text(files, ["Of a test."]), encoding="utf-8")
     argument = f"experiment='{file}'"
     assert names_stages(argument)
     register_experiments([argument])
@@ -107,19 +106,19 @@ def test_train_takes_the_experiments_of_a_cascade(task_name: str, tmp_path: Path
             config = to_config(hydra.compose("train", arguments), TrainConfig)
             check_objects(config)
             assert config.stage.name is setting.stage
-            assert config.task.regions == study.task.regions
-            regions = make_task(config.task).regions
-            assert regions == cascade_regions(task)
+            assert make_task(config.task).regions == task.regions
             assert config.spacing.target_spacing_mm == setting.spacing_mm
             is_fine = setting.stage is StageName.fine
             assert config.stage.patch_size == ((48, 64, 64) if is_fine else None)
             assert config.inference.tile_size == config.stage.patch_size
 
 
-def test_the_crops_have_the_margin_that_configure_counts() -> None:
+def test_the_stages_have_the_values_that_configure_counts_with() -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = hydra.compose("train", ["stage=fine"])
-    assert config.stage.region_margin_mm == CROP_MARGIN_MM
+        fine = hydra.compose("train", ["stage=fine"])
+        coarse = hydra.compose("train", ["stage=coarse"])
+    assert fine.stage.region_margin_mm == CROP_MARGIN_MM
+    assert coarse.stage.max_voxels == COARSE_MAX_VOXELS
 
 
 @pytest.mark.parametrize("stage", StageName)
@@ -129,7 +128,7 @@ def test_every_choice_has_its_reason_in_one_line(stage: StageName) -> None:
     sizes = {"liver": liver}
     case = CaseFacts("a", (60, 256, 256), (5.0, 1.4, 1.4), -1000.0, 300.0, sizes, sizes)
     fingerprint = Fingerprint((case,))
-    views = {view.stage: view for view in (single_view(fingerprint), *cascade_views(fingerprint))}
+    views = stage_views(fingerprint)
     setting = replace(SETTING, stage=stage)
     reasons = reasons_of(setting, views[stage], task, Wishes(2.0, 0.1, 2, ("amp",)), COSTS)
     choices = {**group_choices(setting, task), **key_values(setting, task)}
