@@ -383,6 +383,21 @@ def test_both_stages_of_a_cascade_get_the_arguments_of_train(
     assert all("trainer.threads=1" in command for command in trainings)
 
 
+def test_the_experiment_of_a_cascade_is_none_of_its_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text("coarse: a\nfine: b\n", encoding="utf-8")
+    arguments = [f"experiment='{file}'", "trainer.threads=1"]
+    commands = without_runs(monkeypatch, tmp_path, arguments, [])
+    assert study.cross_validate(make_config(tmp_path, StageName.coarse)) == 0
+    trainings = [command for command in commands if command[0] == "train"]
+    assert [command[1] for command in trainings] == ["experiment=a"] * 3 + ["experiment=b"] * 3
+    assert not any(str(file) in word for training in trainings for word in training)
+    with pytest.raises(UserError, match="names the experiments of two stages, but stage=single"):
+        study.cross_validate(make_config(tmp_path, StageName.single))
+
+
 def test_folds_of_the_table_must_be_those_that_are_scored() -> None:
     file = Path("x")
     plain = [Case(f"c{n}", file, file, f"p{n}", fold=n) for n in range(3)]
