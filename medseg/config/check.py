@@ -11,7 +11,7 @@ import pickle
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from medseg.options_check import (
 )
 from medseg.target_arguments import range_of
 from medseg.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
+from medseg.task import IGNORE
 from medseg.training.clashes import train_clashes
 from medseg.training.options import TrainConfig
 
@@ -354,20 +355,31 @@ def _split_devices(values: dict[str, Any]) -> None:
 
 
 def _fill_label_values(values: dict[str, Any]) -> None:
-    """Fill in `data.label_values` from the task, in place.
-
-    An empty mapping gets the values of all labels of the task. The value of the ignore label is
-    added unless the mapping has one.
-    """
+    """Fill in `data.label_values` from the task, in place, see `label_values_of`."""
     task = values.get("task") or {}
     data = values.get("data") or {}
     # Only commands that read reference labels have the key `labels_column`.
     if "labels_column" not in data or not isinstance(task.get("labels"), dict):
         return
-    if not data.get("label_values"):
-        data["label_values"] = dict(task["labels"])
-    if task.get("ignore_label") is not None and isinstance(data["label_values"], dict):
-        data["label_values"].setdefault("ignore", task["ignore_label"])
+    data["label_values"] = label_values_of(task, data.get("label_values"))
+
+
+def label_values_of(task: Mapping[str, Any], label_values: Any) -> Any:
+    """Complete `data.label_values` with the values of a task.
+
+    Args:
+        task: Its group of keys, with a mapping `labels`.
+        label_values: The value of `data.label_values`. An empty one becomes the labels of the task.
+
+    Returns:
+        The value, with that of the ignore label unless it has one.
+    """
+    completed = label_values or dict(task["labels"])
+    ignore_value = task.get("ignore_label")
+    # A value that is no mapping is refused later.
+    if ignore_value is None or not isinstance(completed, dict) or IGNORE in completed:
+        return completed
+    return {**completed, IGNORE: ignore_value}
 
 
 def resolved(composed: DictConfig) -> dict[str, Any]:

@@ -203,6 +203,12 @@ def _read_reference(
     """
     if not label_values:
         label_values = {value: name for name, value in task.values.items()}
+    names = dict.fromkeys(label_values.values())
+    if names.keys().isdisjoint(task.labels):
+        raise UserError(
+            f"data.label_values names {', '.join(names)}, expected labels of the task {task.name} "
+            f"({', '.join(task.labels)})"
+        )
     modality = task.channels[0].modality
     # Structures of labels that the task lacks are not read.
     reference, values = read_reference(

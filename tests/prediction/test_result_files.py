@@ -300,6 +300,13 @@ def test_the_viewer_of_a_case_table_compares_with_its_reference(
         "the viewer shows no reference: the reference ref.nii.gz holds the value 7"
         in report["warnings"][-1]
     )
+    values = ["data.labels_column=expert", "+data.label_values={spleen: 7}"]
+    assert predict(scans / "cases.csv", tmp_path / "other", "save=[viewer]", *values) == 0
+    report = json.loads((tmp_path / "other" / "a.json").read_text(encoding="utf-8"))
+    assert report["warnings"][-1] == (
+        "the viewer shows no reference: data.label_values names spleen, expected labels of the "
+        "task blocks (left_lung, right_lung)"
+    )
 
 
 @pytest.mark.parametrize(("value", "status"), [(2, "ok"), (7, "warnings")])
