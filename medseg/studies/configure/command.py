@@ -46,7 +46,7 @@ from medseg.studies.cross_validate import check_folds
 from medseg.studies.train_arguments import arguments_for_train
 from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
-from medseg.wording import shell_line
+from medseg.wording import counted, shell_line
 
 # Files in the output folder.
 EXPERIMENT = "experiment.yaml"
@@ -79,7 +79,7 @@ def configure(config: ConfigureConfig) -> int:
     fingerprint = read_fingerprint(cases, task)
     _check_labels(fingerprint)
     fingerprint.write(output / "fingerprint.csv")
-    print(f"{len(cases)} cases: {extent_text(fingerprint)}", flush=True)
+    print(f"{counted(len(cases), 'case')}: {extent_text(fingerprint)}", flush=True)
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
     wishes = Wishes(config.fit_gib, config.hours, config.num_folds, _switches(is_gpu=is_gpu))
     arguments = arguments_for_train(HydraConfig.get().overrides.task, ConfigureConfig)
