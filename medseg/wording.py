@@ -28,6 +28,18 @@ def first_few(names: Iterable[object], most: int = 5, separator: str = ", ") -> 
     return f"{first_texts}{end}and {num_more} more"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Write a number with its noun; the plural is the noun with an "s" unless it is given.
+
+    Example:
+        >>> counted(1, "case"), counted(0, "case"), counted(2, "study", "studies")
+        ('1 case', '0 cases', '2 studies')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {plural or noun + 's'}"
+
+
 def quote_for_shell(argument: str) -> str:
     r"""Quote an argument of a printed command.
 

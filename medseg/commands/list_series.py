@@ -20,7 +20,7 @@ from medseg.io.inputs import dicom_files, input_format, is_dicomdir
 from medseg.io.names import RAW_NAMES, joined_name
 from medseg.io.tables import csv_text, print_table
 from medseg.io.text import read_text
-from medseg.wording import quote_for_shell
+from medseg.wording import counted, quote_for_shell
 
 COLUMNS = {
     "patient": "patient",
@@ -86,7 +86,7 @@ def list_series(config: ListConfig) -> int:
     text = csv_text(rows, TABLE_COLUMNS)
     _refuse_other_table(output, text)
     replace_text(output, text, errors=RAW_NAMES)
-    print(f"written: {output}, {len(scans)} cases")
+    print(f"written: {output}, {counted(len(scans), 'case')}")
     table = quote_for_shell(f"input={output}")
     print(f"next: medseg predict {table} output=<folder>", flush=True)
     return 0
@@ -96,7 +96,7 @@ def _say_left_out(num_studies: int, rule: str) -> None:
     """Say how many studies a rule leaves out; nothing where it leaves out none."""
     if num_studies == 0:
         return
-    studies = "1 study" if num_studies == 1 else f"{num_studies} studies"
+    studies = counted(num_studies, "study", "studies")
     say(f"series_pick={rule} leaves out {studies}, in whose scans nothing matches")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from medseg.config.schema import ReportConfig
 from medseg.errors import UserError
 from medseg.runs.past_runs import write_report
+from medseg.wording import counted
 
 
 def report(config: ReportConfig) -> int:
@@ -20,7 +21,8 @@ def report(config: ReportConfig) -> int:
         raise UserError(f"runs={config.runs}: there is no such folder")
     output = Path(config.output or folder).absolute()
     comparison = write_report(folder, output, config.num_pictures, config.baseline)
-    print(f"{len(comparison.runs)} runs: {output / 'report.html'}, {output / 'report.csv'}")
+    runs = counted(len(comparison.runs), "run")
+    print(f"{runs}: {output / 'report.html'}, {output / 'report.csv'}")
     if comparison.verdict:
         print(comparison.verdict)
     return 0

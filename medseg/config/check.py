@@ -7,12 +7,11 @@ import copy
 import dataclasses
 import difflib
 import functools
-import math
 import pickle
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -28,9 +27,17 @@ from omegaconf.errors import (
 
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
 from medseg.errors import UserError, first_line
-from medseg.knob import Knob, key_below
+from medseg.knob import key_below
+from medseg.options_check import (
+    check_interval,
+    check_options,
+    items_of,
+    tuple_length,
+    union_members,
+)
 from medseg.target_arguments import range_of
 from medseg.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
+from medseg.task import IGNORE
 from medseg.training.clashes import train_clashes
 from medseg.training.options import TrainConfig
 
@@ -144,7 +151,7 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         config = _to_dataclass(values, schema)
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
-    _convert_and_check_numbers(config, "")
+    check_options(config)
     if points:
         for point, key, node in list_nodes(values):
             _check_arguments(point, key, node)
@@ -284,7 +291,7 @@ def _check_forms(values: dict[str, Any], schema: type, path: str = "") -> None:
 
 def _check_form(key: str, hint: Any, value: Any) -> None:
     """Compare the form of a value, and of its items, with a type: see `_check_forms`."""
-    kinds = _union_members(hint)
+    kinds = union_members(hint)
     allows_null = Any in kinds or types.NoneType in kinds
     if value is None and allows_null:
         return
@@ -300,14 +307,14 @@ def _check_form(key: str, hint: Any, value: Any) -> None:
         _check_forms(value, typing.cast(type, kind), key)
     elif container is not None:
         item_kind = typing.get_args(kind)[-1]  # in `dict[str, V]` the type of the values, V
-        for item_key, item in _items(value, key):
+        for item_key, item in items_of(value, key):
             _check_form(item_key, item_kind, item)
 
 
 def _expected_form(key: str, kind: Any, value: Any) -> str:
     """Say which form the type of a key requires; `value` has another one."""
     but = ", but got null" if value is None else ""
-    length = _tuple_length(kind)
+    length = tuple_length(kind)
     if dataclasses.is_dataclass(kind):
         return f"{key}: expected a group of keys{but}; set them one by one, {key}.<name>=<value>"
     if length is not None:
@@ -323,13 +330,6 @@ def _expected_form(key: str, kind: Any, value: Any) -> str:
 def _hints_of(schema: type) -> dict[str, Any]:
     """Return the types of a schema's keys, without the `Knob` of each key."""
     return typing.get_type_hints(schema)
-
-
-def _union_members(kind: Any) -> tuple[Any, ...]:
-    """List the members of a union; for any other type, the type itself."""
-    if isinstance(kind, types.UnionType):
-        return typing.get_args(kind)
-    return (kind,)
 
 
 def _container_of(kind: Any) -> type | None:
@@ -355,20 +355,31 @@ def _split_devices(values: dict[str, Any]) -> None:
 
 
 def _fill_label_values(values: dict[str, Any]) -> None:
-    """Fill in `data.label_values` from the task, in place.
-
-    An empty mapping gets the values of all labels of the task. The value of the ignore label is
-    added unless the mapping has one.
-    """
+    """Fill in `data.label_values` from the task, in place, see `label_values_of`."""
     task = values.get("task") or {}
     data = values.get("data") or {}
     # Only commands that read reference labels have the key `labels_column`.
     if "labels_column" not in data or not isinstance(task.get("labels"), dict):
         return
-    if not data.get("label_values"):
-        data["label_values"] = dict(task["labels"])
-    if task.get("ignore_label") is not None and isinstance(data["label_values"], dict):
-        data["label_values"].setdefault("ignore", task["ignore_label"])
+    data["label_values"] = label_values_of(task, data.get("label_values"))
+
+
+def label_values_of(task: Mapping[str, Any], label_values: Any) -> Any:
+    """Complete `data.label_values` with the values of a task.
+
+    Args:
+        task: Its group of keys, with a mapping `labels`.
+        label_values: The value of `data.label_values`. An empty one becomes the labels of the task.
+
+    Returns:
+        The value, with that of the ignore label unless it has one.
+    """
+    completed = label_values or dict(task["labels"])
+    ignore_value = task.get("ignore_label")
+    # A value that is no mapping is refused later.
+    if ignore_value is None or not isinstance(completed, dict) or IGNORE in completed:
+        return completed
+    return {**completed, IGNORE: ignore_value}
 
 
 def resolved(composed: DictConfig) -> dict[str, Any]:
@@ -562,125 +573,11 @@ def _keys(node: Any, key: str = "") -> Iterator[str]:
         yield from _keys(value, key_below(key, name))
 
 
-def _convert_and_check_numbers(node: Any, path: str) -> None:
-    """Convert lists to the declared tuples, in place, and check all numbers.
-
-    Args:
-        node: A dataclass of options.
-        path: Its dotted key; empty for the root.
-
-    Raises:
-        UserError: On a wrong length, nan or inf, a number outside its range, or swapped bounds.
-    """
-    for name, hint in typing.get_type_hints(type(node), include_extras=True).items():
-        value = getattr(node, name)
-        key = key_below(path, name)
-        kind, knob = _kind_and_knob(hint)
-        if dataclasses.is_dataclass(value):
-            _convert_and_check_numbers(value, key)
-        for item_key, item in _items(value, key):
-            if dataclasses.is_dataclass(item):
-                _convert_and_check_numbers(item, item_key)
-        tuple_length = _tuple_length(kind)
-        if isinstance(value, list) and tuple_length is not None:
-            if len(value) != tuple_length:
-                raise UserError(
-                    f"{key}: {tuple_length} numbers are needed, one per axis or bound, "
-                    f"but got {value}"
-                )
-            value = tuple(value)
-            setattr(node, name, value)
-        _check_finite(key, value)
-        _check_range(key, value, knob.within)
-
-
-def _kind_and_knob(hint: Any) -> tuple[Any, Knob]:
-    """Split the annotation of a key into its type and its `Knob`; a group gets an empty one.
-
-    The `Knob` holds the documentation of the key and the interval of its numbers.
-    """
-    if typing.get_origin(hint) is not typing.Annotated:
-        return hint, Knob("")
-    kind, knob = typing.get_args(hint)
-    return kind, knob
-
-
-def _items(value: Any, key: str) -> list[tuple[str, Any]]:
-    """Pair each item of a mapping or a list with its dotted key; other values have no items."""
-    if isinstance(value, dict):
-        return [(f"{key}.{name}", item) for name, item in value.items()]
-    if isinstance(value, list):
-        return [(f"{key}.{index}", item) for index, item in enumerate(value)]
-    return []
-
-
-def _tuple_length(kind: Any) -> int | None:
-    """Length of a tuple type, or of the tuple in a union; None for other types."""
-    for member in _union_members(kind):
-        if typing.get_origin(member) is tuple:
-            return len(typing.get_args(member))
-    return None
-
-
-def _check_finite(key: str, value: Any) -> None:
-    """Refuse nan and inf, which YAML reads as numbers and most comparisons let pass.
-
-    Args:
-        key: Dotted key of the value, for messages.
-        value: Any value. Only floats, and those in a list or tuple, are checked.
-    """
-    for number in _as_sequence(value):
-        if isinstance(number, float) and not math.isfinite(number):
-            raise UserError(f"{key}: expected a finite number, but got {value}")
-
-
-def _as_sequence(value: Any) -> Sequence[Any]:
-    """Return a list or tuple as it is, and another value in a list of its own."""
-    if isinstance(value, (list, tuple)):
-        return value
-    return [value]
-
-
-def _check_range(key: str, value: Any, interval: str) -> None:
-    """Refuse a number, or one of several, outside an interval such as `[0, 1)`.
-
-    Args:
-        key: Dotted key of the value, for messages.
-        value: A number, a list or tuple of numbers, or None. Two numbers of a key that ends in
-            `_range` are bounds, the lower one first.
-        interval: The interval; empty where there is none.
-    """
-    if not interval or value is None:
-        return
-    # A list may hold null; the class that takes the argument decides whether it is allowed.
-    numbers = [number for number in _as_sequence(value) if number is not None]
-    for number in numbers:
-        if not _lies_in(number, interval):
-            raise UserError(f"{key}: must lie in {interval}, but got {value}")
-    # The name of a single number may end so too: `data_range` of a loss is a width.
-    has_bounds = key.endswith("_range") and len(numbers) == 2
-    if has_bounds and numbers[0] > numbers[1]:
-        raise UserError(f"{key}: the lower bound comes first, but got {numbers}")
-
-
-def _lies_in(number: Any, interval: str) -> bool:
-    """Whether a value is a number in an interval such as `[0, 1)`; booleans are not."""
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        return False
-    low, high = map(float, interval[1:-1].split(","))  # `float` reads "inf", too
-    # A round bracket excludes its bound.
-    if interval.startswith("(") and number == low:
-        return False
-    if interval.endswith(")") and number == high:
-        return False
-    return low <= number <= high
-
-
 def _check_arguments(point: str, key: str, node: dict[str, Any]) -> None:
     """Refuse arguments of a class outside their known range, see `range_of`."""
     target = str(node.get(TARGET))
     for name, value in node.items():
-        _check_range(f"{key}.{name}", value, range_of(point, target, name))
+        check_interval(f"{key}.{name}", value, range_of(point, target, name))
 
 
 def _checked_node(
@@ -711,7 +608,7 @@ def _checked_node(
         typed = _convert_group(schema, point, arguments)
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
-    _convert_and_check_numbers(typed, point)
+    check_options(typed, point)
     checked = dict(node)
     for name, value in vars(typed).items():
         checked[name] = value.value if isinstance(value, Enum) else value

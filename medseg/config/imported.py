@@ -1,6 +1,7 @@
 """Task of imported data: that of a data set, or of the `task.yaml` beside a case table.
 
-A command uses this task unless its command line chooses another one.
+A command uses this task unless its command line chooses another one. `predict`, whose task is in
+the checkpoints, only takes the label values of its references from there.
 """
 
 import os
@@ -12,6 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from medseg.config.check import label_values_of
 from medseg.config.yaml_file import read_yaml
 from medseg.console import say
 from medseg.errors import UserError
@@ -40,7 +42,8 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
 
     Args:
         arguments: Command line, before paths are quoted.
-        schema: Root of the configuration; without the key `task`, nothing is added.
+        schema: Root of the configuration. Without the key `task`, only label values are added, and
+            without the key `data` nothing.
 
     Returns:
         The arguments, with `task=imported` or `VALUES_ARGUMENT` where a task is found.
@@ -48,9 +51,12 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     Raises:
         UserError: If the data set or its task cannot be read.
     """
-    if "task" not in {field.name for field in fields(schema)}:
-        return list(arguments)
+    keys = {field.name for field in fields(schema)}
     values = _values_of(arguments)
+    if "task" not in keys:
+        if "data" in keys:
+            return _with_label_values(arguments, values)
+        return list(arguments)
     task = values.get("task", "")
     has_task_file = task.endswith(TASK_SUFFIXES)
     source, content = _find_source(values)
@@ -73,6 +79,28 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     labels = ", ".join(content["task"]["labels"])
     say(f"task of {source}: {labels}; task=<name> chooses another one")
     return [f"task={IMPORTED}", *arguments]
+
+
+def _with_label_values(arguments: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Add the label values of a case table to the arguments of `predict`, if it shows references.
+
+    Args:
+        arguments: Command line.
+        values: Values of the arguments by their key.
+
+    Raises:
+        UserError: If the task beside the table cannot be read.
+    """
+    table = Path(values.get("input", ""))
+    # Only viewers show references: without them a damaged task stops no prediction.
+    shows_references = "viewer" in values.get("save", "") and table.suffix.lower() == ".csv"
+    file = table.parent / TASK_FILE
+    if not shows_references or not file.is_file():
+        return list(arguments)
+    content = _read_task(file)
+    label_values = label_values_of(content["task"], content["data"].get("label_values"))
+    _store("values", {"data": {"label_values": label_values}}, group=IMPORTED)
+    return [VALUES_ARGUMENT, *arguments]
 
 
 def _store(name: str, content: dict[str, Any], group: str) -> None:

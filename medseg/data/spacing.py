@@ -6,7 +6,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid_rule import GridRule
 from medseg.preprocess.options import FOUND_IN_DATA, Fill, SpacingOptions, SpacingStrategy
 from medseg.task_options import TaskOptions
-from medseg.wording import first_few
+from medseg.wording import counted, first_few
 
 
 def make_grid_rule(spacing: SpacingOptions) -> GridRule:
@@ -60,7 +60,7 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
         raise next(iter(unread.values()))
     spacing.target_spacing_mm = typical_spacing_mm(spacings_mm, average_name)
     numbers = ",".join(f"{mm:g}" for mm in spacing.target_spacing_mm)
-    counted = f"{len(spacings_mm)} cases"
+    cases_text = counted(len(spacings_mm), "case")
     if unread:
-        counted += f", without {first_few(unread)}"
-    say(f"spacing.target_spacing_mm=[{numbers}]: the {average_name} of {counted}")
+        cases_text += f", without {first_few(unread)}"
+    say(f"spacing.target_spacing_mm=[{numbers}]: the {average_name} of {cases_text}")

@@ -4,7 +4,7 @@ The key of a case is its name in a form that does not depend on the file system;
 """
 
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -57,6 +57,22 @@ class Prediction(NamedTuple):
     def path(self) -> Path:
         """Path of the label map, beside which the other files of the case lie."""
         return self.paths[0]
+
+
+class LabelPair(NamedTuple):
+    """Label maps of a case in the values of the task, see `read_pair`.
+
+    Attributes:
+        pred: Prediction, (D, H, W).
+        target: Reference, (D, H, W).
+        grid: Grid of both.
+        warnings: Sentences on the reference, such as of contours that were left out.
+    """
+
+    pred: np.ndarray
+    target: np.ndarray
+    grid: VoxelGrid
+    warnings: list[str]
 
 
 def find_predictions(pred_dir: Path) -> dict[str, Prediction]:
@@ -154,12 +170,8 @@ def _references_in_folder(folder: Path) -> dict[str, Reference]:
 
 
 def read_pair(
-    prediction: Prediction,
-    reference: Reference,
-    task: Task,
-    label_values: LabelValues,
-    warn: Callable[[str], None] = lambda _: None,
-) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
+    prediction: Prediction, reference: Reference, task: Task, label_values: LabelValues
+) -> LabelPair:
     """Read prediction and reference as label maps in the values of the task.
 
     Args:
@@ -167,11 +179,9 @@ def read_pair(
         reference: Reference of the same case.
         task: Values of the labels, and the ignore label.
         label_values: Value in the reference file to label name.
-        warn: Called with each warning about the reference, such as of contours that were left out.
 
     Returns:
-        Label map of the prediction and label map of the reference, both (D, H, W), oriented to LPS
-        and 0 where the reference has the ignore label; and their grid.
+        Both label maps, oriented to LPS and 0 where the reference has the ignore label.
 
     Raises:
         UserError: If a label map is missing or cannot be read, there are two predictions, the grids
@@ -201,8 +211,9 @@ def read_pair(
         modality=task.channels[0].modality,
         kept=task.values,
     )
+    warnings = []
     for sentence in sentences_of(target_volume.findings):
-        warn(f"reference {reference.labels.name}: {sentence}")
+        warnings.append(f"reference {reference.labels.name}: {sentence}")
     # Orient before the grids are compared: the same voxels may be stored in another axis order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)
@@ -225,7 +236,7 @@ def read_pair(
         is_ignored = target == task.ignore_label
         pred = np.where(is_ignored, 0, pred)
         target = np.where(is_ignored, 0, target).astype(np.uint8)
-    return pred, target, grid
+    return LabelPair(pred, target, grid, warnings)
 
 
 def check_grid(

@@ -132,7 +132,8 @@ def _write_viewer(
     Raises:
         UserError: If a file cannot be read or written.
     """
-    pred, target, grid = read_pair(prediction, reference, task, label_values)
+    # Their warnings are in the summary already.
+    pred, target, grid, _ = read_pair(prediction, reference, task, label_values)
     scan = scan_of(reference, prediction.path, task)
     if scan is None:
         raise UserError("its scan does not exist any more")

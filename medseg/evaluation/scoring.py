@@ -455,17 +455,13 @@ def _score_case(
     Returns:
         The result of the case for the console: Dice of each region, or the reason of the failure.
     """
-
-    def warn(sentence: str) -> None:
-        """Add a warning about the reference to the summary."""
-        summary.warnings.append(f"{reference.name}: {sentence}")
-
     try:
         check_labels(prediction.path, task)
-        pred, target, grid = read_pair(prediction, reference, task, label_values, warn)
+        pred, target, grid, warnings = read_pair(prediction, reference, task, label_values)
     except (UserError, OSError, ValueError) as error:
         summary.failed[reference.name] = str(error)
         return f"FAILED, {error}"
+    summary.warnings += [f"{reference.name}: {warning}" for warning in warnings]
     trust_by_region: Mapping[str, str] = {}
     # Only a case table states the trust in a reference, by region.
     if reference.case is not None:

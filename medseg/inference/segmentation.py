@@ -14,6 +14,7 @@ from torch import Tensor
 from medseg.findings import Finding, information_in, sentences_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.task import Task
+from medseg.wording import counted
 
 # Sentence of the finding `empty_result`.
 NO_LABEL = (
@@ -67,7 +68,7 @@ class StatedBound:
         """For how many patients the value holds, and on how many it was calibrated."""
         # 0.9 is not 9/10 but the nearest binary fraction; the limit finds the 9/10 again.
         share = Fraction(self.level).limit_denominator(10_000)
-        calibrated_on = "1 patient" if self.patients == 1 else f"{self.patients} patients"
+        calibrated_on = counted(self.patients, "patient")
         return f"in {share.numerator} of {share.denominator} patients ({calibrated_on})"
 
 

@@ -55,7 +55,7 @@ from medseg.prediction.load_models import (
 )
 from medseg.prediction.memory_limit import share_memory
 from medseg.prediction.options import PredictConfig, Save
-from medseg.prediction.result_files import check_kinds
+from medseg.prediction.result_files import check_kinds, check_slices
 from medseg.prediction.scans import Scan, may_hold_studies, scan_grid
 from medseg.wording import first_few
 
@@ -308,6 +308,7 @@ class Batch:
             # The observer follows the case whose turn it is, not one that is read ahead.
             if not is_ahead:
                 self._begin(case, "read")
+            check_slices(case.scan, model.task, self.config.save)
             with scratch_above(self.array_bytes, model.waiting_bytes):
                 return read_case(case.scan, model.task)
         except Exception as error:

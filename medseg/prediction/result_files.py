@@ -103,7 +103,7 @@ def check_kinds(scan: Scan, save: Sequence[Save]) -> None:
     Raises:
         UserError: Names the kinds that need one.
     """
-    kinds = [kind for kind in DICOM_KINDS if kind in save]
+    kinds = _dicom_kinds(save)
     if not kinds:
         return
     scan_format = input_format(scan.path)
@@ -112,6 +112,38 @@ def check_kinds(scan: Scan, save: Sequence[Save]) -> None:
             f"save={','.join(kinds)}: expected a DICOM series, to whose slices the result refers, "
             f"but {scan.path} is {scan_format}; leave {' and '.join(kinds)} out"
         )
+
+
+def check_slices(scan: Scan, task: Task, save: Sequence[Save]) -> None:
+    """Refuse a DICOM series whose headers lack what its DICOM results refer to.
+
+    Its writers refuse it too, but not before the scan has been segmented.
+
+    Args:
+        scan: The scan; a DICOM series if `save` has DICOM results, see `check_kinds`.
+        task: Has the modality of the series.
+        save: Kinds of files.
+
+    Raises:
+        UserError: If the series cannot be read or referred to.
+    """
+    kinds = _dicom_kinds(save)
+    if not kinds:
+        return
+    # Imported here: pydicom takes memory, and other scans don't need it.
+    from medseg.io.dicom.read import open_slices
+    from medseg.io.dicom.structures import segmentation_headers, source_headers
+
+    slices = open_slices(scan.path, scan.series, task.channels[0].modality, scan.files)
+    if Save.dicom_seg in kinds:
+        segmentation_headers(slices)
+    else:
+        source_headers(slices)
+
+
+def _dicom_kinds(save: Sequence[Save]) -> list[str]:
+    """List the kinds of files that refer to the slices of a DICOM series."""
+    return [kind for kind in DICOM_KINDS if kind in save]
 
 
 def take_picture_voxels(
@@ -171,6 +203,12 @@ def _read_reference(
     """
     if not label_values:
         label_values = {value: name for name, value in task.values.items()}
+    names = dict.fromkeys(label_values.values())
+    if names.keys().isdisjoint(task.labels):
+        raise UserError(
+            f"data.label_values names {', '.join(names)}, expected labels of the task {task.name} "
+            f"({', '.join(task.labels)})"
+        )
     modality = task.channels[0].modality
     # Structures of labels that the task lacks are not read.
     reference, values = read_reference(

@@ -23,7 +23,7 @@ from medseg.io.inputs import (
 from medseg.io.names import joined_name
 from medseg.io.read import read_grid
 from medseg.preprocess.scale import AS_STORED, HuScale
-from medseg.wording import first_few
+from medseg.wording import counted, first_few
 
 if TYPE_CHECKING:
     from medseg.geometry.grid import VoxelGrid
@@ -456,7 +456,7 @@ def describe_studies(scans: Sequence[Scan]) -> str:
     names = [scan.name for scan in scans if scan.files]
     if not names:
         return ""
-    number = "1 case" if len(names) == 1 else f"{len(names)} cases"
+    number = counted(len(names), "case")
     named = first_few(names, MAX_NAMED)
     return f"by the patients and studies in their headers the DICOM files are {number}: {named}"
 
@@ -480,7 +480,7 @@ def describe_loose(images: Sequence[NoSlice]) -> str:
     """
     if not images:
         return ""
-    number = "1 file" if len(images) == 1 else f"{len(images)} files"
+    number = counted(len(images), "file")
     names = first_few([f"'{image.path.name}'" for image in images], 1)
     reason = images[0].reason.rstrip(".")
     return (

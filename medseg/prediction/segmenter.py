@@ -1,5 +1,6 @@
 """Python API: load a model once, then segment any number of scans."""
 
+import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,12 +12,13 @@ import torch
 
 from medseg.cascade.cascade import require_channels
 from medseg.errors import UserError
-from medseg.inference.options import Around, Backend, InferenceOptions, Seen, Sums
+from medseg.inference.options import InferenceOptions
 from medseg.inference.scan_model import ScanModel
 from medseg.inference.segmentation import Segmentation
-from medseg.io.arrays import NUM_SPATIAL_AXES, from_array, from_nibabel, is_nibabel, to_nibabel
+from medseg.io.arrays import from_array, from_nibabel, is_nibabel, to_nibabel
 from medseg.io.read import read_image
 from medseg.io.volume import LazyVolume, Volume, load_image
+from medseg.options_check import check_options
 from medseg.prediction.case import read_scan, segment_scan
 from medseg.prediction.load_models import load_cascade, load_model_folders
 from medseg.preprocess.channels import place_channel
@@ -25,9 +27,6 @@ from medseg.task import AIR_HU, Task
 
 # Number of axes of an array of several channels, as MONAI has them: (C, X, Y, Z).
 CHANNEL_FIRST_AXES = 4
-
-# Options with a choice of values.
-OPTION_CHOICES = {"sums": Sums, "orientation": Seen, "around": Around, "backend": Backend}
 
 
 class Segmenter:
@@ -178,34 +177,9 @@ def _checked_options(options: InferenceOptions) -> InferenceOptions:
             "options: max_ram_gib bounds the process of the command predict; leave it out, or "
             "give budget_gib, the memory of a network pass"
         )
-    budget_gib, overlap = options.budget_gib, options.overlap
-    if not isinstance(budget_gib, (int, float)) or not budget_gib > 0:
-        raise UserError(f"options: budget_gib must be a number above 0, but got {budget_gib!r}")
-    if not isinstance(overlap, (int, float)) or not 0 <= overlap < 1:
-        raise UserError(f"options: overlap must be a number in [0, 1), but got {overlap!r}")
-    if options.tile_size is not None and not _is_shape(options.tile_size):
-        raise UserError(
-            f"options: tile_size must be three whole numbers (D, H, W), not {options.tile_size!r}"
-        )
-    converted: dict[str, Any] = {}
-    for name, choices in OPTION_CHOICES.items():
-        value = getattr(options, name)
-        if value is None:
-            continue
-        try:
-            converted[name] = choices(value)
-        except ValueError:
-            raise UserError(
-                f"options: {name} must be one of {', '.join(choices)}, not {value!r}"
-            ) from None
-    return replace(options, **converted)
-
-
-def _is_shape(value: Any) -> bool:
-    """Whether a value is three sizes."""
-    if not isinstance(value, (tuple, list)) or len(value) != NUM_SPATIAL_AXES:
-        return False
-    return all(isinstance(size, int) and size >= 1 for size in value)
+    checked = copy.copy(options)
+    check_options(checked, "options")
+    return checked
 
 
 def _as_paths(paths: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:

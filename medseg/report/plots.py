@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from medseg.io.atomic import replace_path
+from medseg.wording import counted
 
 # Colours of the results of medseg, of baselines beside them, and of lines that mark a limit.
 _OURS = "#0369a1"
@@ -229,7 +230,7 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         raise ValueError("a plot of scores needs at least one row")
     regions = list(dict.fromkeys(row["region"] for row in rows))
     num_cases = len({row["case"] for row in rows})
-    title = f"{num_cases} case" if num_cases == 1 else f"{num_cases} cases"
+    title = counted(num_cases, "case")
     if any(row["trust"] not in _SURE_TRUST for row in rows):
         title += " · hollow: reference approximate or absent"
     figure, (axes,) = new_figure(2.2 + 2.4 * len(regions), 4.8, title, loc="left")

@@ -39,6 +39,9 @@ SUMMARY_FILE = "summary.json"
 VERSIONS_FILE = "versions.json"
 # Locked by rank 0 as long as the run is trained.
 LOCK_FILE = ".lock"
+# Locked by the process that starts the ranks or the job of a run, as long as these run. It shows
+# that the run has begun: the ranks import for seconds before rank 0 locks `LOCK_FILE`.
+START_LOCK_FILE = ".start.lock"
 # How long the ranks of a killed run may take to end, in s: torchrun kills them 30 s after it has
 # asked them to end; the rest is to spare.
 LOCK_WAIT_S = 35.0
@@ -388,8 +391,12 @@ def status_of_run(run_dir: Path) -> Status:
     """Read the status of a run."""
     if is_locked(run_dir / LOCK_FILE):
         return Status.running
+    summary = read_summary(run_dir)
+    # The summary of an earlier start is removed before the ranks are started.
+    if not summary and is_locked(run_dir / START_LOCK_FILE):
+        return Status.running
     # Without a summary the run was killed before it could write one: `Status(None)` is interrupted.
-    return Status(read_summary(run_dir).get("status"))
+    return Status(summary.get("status"))
 
 
 def is_finished(config: TrainConfig) -> bool:

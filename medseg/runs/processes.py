@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING
 
 from medseg.console import say
 from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, UserError
-from medseg.io.atomic import is_locked
+from medseg.io.atomic import is_locked, locked
 from medseg.processors import num_processors
-from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
+from medseg.runs.folder import (
+    LOCK_FILE,
+    START_LOCK_FILE,
+    SUMMARY_FILE,
+    read_summary,
+    write_end,
+)
 from medseg.runs.ranks import is_under_torchrun
 from medseg.runs.status import Status, exit_code_of, num_oom_kills, status_of
 from medseg.runs.train_run import run_rank
@@ -64,9 +70,20 @@ def start_ranks(config: TrainConfig) -> int:
         KeyboardInterrupt: If the ranks were interrupted.
         SystemExit: If this process was asked to stop before the ranks began.
     """
-    num_ranks = config.trainer.devices
-    if num_ranks == 1 or is_under_torchrun():
+    if config.trainer.devices == 1 or is_under_torchrun():
         return run_rank(config)
+    exit_if_asked()
+    run_dir = Path(config.run_dir)
+    # A job of a sweep starts its ranks under the lock of the process that started the job.
+    with locked(run_dir / START_LOCK_FILE, wait_s=0.0):
+        # Of an earlier start: from here on, a summary is one that a rank of this start has written.
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        return _launch_ranks(config)
+
+
+def _launch_ranks(config: TrainConfig) -> int:
+    """Train with ranks in processes of the elastic agent; result and errors as `start_ranks`."""
+    # These imports take a second.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -76,8 +93,7 @@ def start_ranks(config: TrainConfig) -> int:
         signal.signal(number, lambda *_: sys.exit(EXIT_RESUME))
     exit_if_asked()
     run_dir = Path(config.run_dir)
-    # Of an earlier start: from here on, a summary is one that a rank of this start has written.
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    num_ranks = config.trainer.devices
     # The ranks share the cores of this machine.
     num_threads = max(1, num_processors() // num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
@@ -149,14 +165,20 @@ def run_in_process(config: TrainConfig, should_stop: Callable[[], bool] = lambda
     Raises:
         SystemExit: If this process was asked to stop before the job began.
     """
-    from torch.multiprocessing import spawn
-
     STOP.install()
     exit_if_asked()
     run_dir = Path(config.run_dir)
+    with locked(run_dir / START_LOCK_FILE, wait_s=0.0):
+        # Of an earlier start: from here on, a summary is one that the job has written.
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        return _run_job(config, should_stop)
+
+
+def _run_job(config: TrainConfig, should_stop: Callable[[], bool]) -> int:
+    """Start a job, and wait for its end; arguments and result are those of `run_in_process`."""
+    from torch.multiprocessing import spawn
+
     num_kills_before = num_oom_kills()
-    # Of an earlier start: from here on, a summary is one that the job has written.
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     # The joblib launcher of sweeps sets a start method "loky", which a spawned process does not
     # know. None = the default of the system.
     multiprocessing.set_start_method(None, force=True)
@@ -177,7 +199,7 @@ def run_in_process(config: TrainConfig, should_stop: Callable[[], bool] = lambda
         for child in multiprocessing.active_children():
             child.terminate()
             child.join()
-    return _note_end(run_dir, process.exitcode, "the process", num_kills_before)
+    return _note_end(Path(config.run_dir), process.exitcode, "the process", num_kills_before)
 
 
 def exit_if_asked() -> None:

@@ -58,4 +58,5 @@ class HeldOut:
         for case in self.cases:
             prediction = Prediction([self.predictions / f"{case.name}.nii.gz"])
             reference = Reference(case.name, case.labels, case)
-            yield case, *read_pair(prediction, reference, self.task, self.label_values)
+            pair = read_pair(prediction, reference, self.task, self.label_values)
+            yield case, pair.pred, pair.target, pair.grid

@@ -15,7 +15,7 @@ from medseg.commands import watch as app
 from medseg.config.schema import WatchConfig
 from medseg.errors import UserError
 from medseg.io.atomic import locked
-from medseg.runs.folder import LOCK_FILE
+from medseg.runs.folder import LOCK_FILE, START_LOCK_FILE
 
 HISTORY = """\
 step,loss,lr,val_dice,val_dice_worst,seconds_per_step,peak_gib,host_gib,\
@@ -112,6 +112,31 @@ def test_a_live_view_ends_with_the_run(
     )
     assert app.watch(WatchConfig(str(run_dir), 0.01)) == 0
     assert "finished: step 20 of 50" in capsys.readouterr().out
+
+
+def test_a_run_whose_ranks_are_starting_is_watched(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process that starts them has a lock of its own until rank 0 takes that of the run."""
+    monkeypatch.setattr(
+        app,
+        "Console",
+        lambda highlight: Console(force_terminal=True, width=120, highlight=highlight),
+    )
+    looks: list[int] = []
+
+    def sleep(_: float) -> None:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            (run_dir / "summary.json").write_text('{"status": "finished"}')
+
+    monkeypatch.setattr(app, "time", SimpleNamespace(sleep=sleep))
+    with locked(run_dir / START_LOCK_FILE):
+        assert app.watch(WatchConfig(str(run_dir), 0.01)) == 0
+    assert len(looks) == 3
+    shown_text = capsys.readouterr().out
+    assert "running: step 20 of 50" in shown_text
+    assert "finished: step 20 of 50" in shown_text
 
 
 def test_the_newest_run_of_a_folder_is_shown_and_a_folder_without_runs_is_refused(

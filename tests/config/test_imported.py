@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -25,9 +26,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SOURCE_VARIABLE)
 
 
-def compose(
-    arguments: list[str], command: str = "train", schema: type = TrainConfig
-) -> TrainConfig:
+def compose(arguments: list[str], command: str = "train", schema: type = TrainConfig) -> Any:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(
             hydra.compose(
@@ -166,6 +165,40 @@ def test_the_task_beside_a_case_table_is_taken(tmp_path: Path) -> None:
         [f"ref={tmp_path}/cases.csv", "pred=x", "output=y"], "evaluate", EvaluateConfig
     )
     assert scored.task.labels == {"heart": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "task: {labels: {heart: 1, gap: 2}, ignore_label: 9}\ndata: {label_values: {heart: 7}}",
+            {"heart": 7, "ignore": 9},
+        ),
+        ("task:\n  labels: {heart: 1}\ndata: {hu_slope: 2}", {"heart": 1}),
+        ("labels: {heart: 3}", {"heart": 3}),
+    ],
+)
+def test_predict_takes_the_label_values_of_its_references(
+    text: str, expected: dict[str, int], tmp_path: Path
+) -> None:
+    """The task itself is in the checkpoints; only the viewer shows references."""
+    (tmp_path / "task.yaml").write_text(text, encoding="utf-8")
+    arguments = [f"input='{tmp_path}/cases.csv'", "output=x", "save=[labels,viewer]"]
+
+    def label_values(*more: str) -> dict[str, int]:
+        config = compose([*arguments, *more], "predict", PredictConfig)
+        return config.data.label_values
+
+    assert label_values() == expected
+    assert label_values("data.label_values.heart=5") == {**expected, "heart": 5}
+    assert label_values("+data.label_values={liver: 4}") == {**expected, "liver": 4}
+    assert label_values("save=[labels]") == {}
+    (tmp_path / "task.yaml").write_text("{", encoding="utf-8")
+    assert label_values("save=[labels]") == {}
+    with pytest.raises(UserError, match=r"task\.yaml: expected YAML, but the file is damaged"):
+        label_values()
+    (tmp_path / "task.yaml").unlink()
+    assert label_values() == {}
 
 
 def test_arguments_without_imported_data_stay(tmp_path: Path) -> None:

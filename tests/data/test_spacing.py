@@ -46,7 +46,7 @@ def test_the_spacing_of_a_case_is_that_of_the_axes_after_orientation(
     config = compose(f"data.cases='{tmp_path / 'cases.csv'}'", "spacing=dataset_median")
     find_spacing(config.spacing, config.data, config.task)
     assert config.spacing.target_spacing_mm == pytest.approx((0.9, 0.7, 5.0))
-    assert "the median of 1 cases, without b\n" in capsys.readouterr().err
+    assert "the median of 1 case, without b\n" in capsys.readouterr().err
     write_csv(tmp_path / "cases.csv", [row | {"image": damaged}])
     config = compose(f"data.cases='{tmp_path / 'cases.csv'}'", "spacing=dataset_median")
     with pytest.raises(UserError, match="damaged"):

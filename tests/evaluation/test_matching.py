@@ -45,11 +45,16 @@ def test_a_prediction_is_compared_with_a_folder_of_masks(tmp_path: Path) -> None
         "lung_lower_lobe_right": "right_lung",
         "liver": "liver",
     }
-    pred, target, _ = read_pair(
-        Prediction([prediction]), Reference(case.name, case.labels, case), task, {**values}
-    )
-    assert np.array_equal(pred, labels)
-    assert np.array_equal(target, labels)
+    reference = Reference(case.name, case.labels, case)
+    pair = read_pair(Prediction([prediction]), reference, task, {**values})
+    assert np.array_equal(pair.pred, labels)
+    assert np.array_equal(pair.target, labels)
+    assert pair.warnings == []
+    for name in ("lung_upper_lobe_left", "lung_lower_lobe_left"):
+        (folder / "segmentations" / f"{name}.nii.gz").unlink()
+    pair = read_pair(Prediction([prediction]), reference, task, {**values})
+    (warning,) = pair.warnings
+    assert warning.startswith("reference segmentations: left_lung: ")
 
 
 def test_structures_are_read_on_the_series_of_the_case(tmp_path: Path) -> None:
@@ -69,7 +74,7 @@ def test_structures_are_read_on_the_series_of_the_case(tmp_path: Path) -> None:
     )
     case = Case("p", tmp_path / "data", file, "p", series="1.2.826.1.1")
     values = {"Lung_L": "left_lung", "Lung_R": "right_lung"}
-    _, target, _ = read_pair(
+    _, target, _, _ = read_pair(
         Prediction([prediction]), Reference(case.name, file, case), task, {**values}
     )
     assert np.array_equal(target, labels)
@@ -141,7 +146,7 @@ def test_masks_alone_are_scored_as_the_label_map_that_they_make(tmp_path: Path) 
     (folder / "a.nii.gz").unlink()
     prediction = find_predictions(folder)["a"]
     values = {1: "left_lung", 2: "right_lung"}
-    pred, target, _ = read_pair(prediction, reference, LUNGS, {**values})
+    pred, target, _, _ = read_pair(prediction, reference, LUNGS, {**values})
     assert np.array_equal(pred, target)
     # A mask is missing: otherwise its label would be scored as not found.
     (folder / "a.right_lung.nii.gz").unlink()
@@ -167,7 +172,7 @@ def test_ignored_voxels_are_background_in_both_maps_and_each_keeps_its_others(
     prediction = Prediction([save(tmp_path / "pred.nii.gz", two_slabs((1, 1)))])
     reference = Reference("a", save(tmp_path / "a.nii.gz", two_slabs((2, 9))))
     values = {1: "left_lung", 2: "right_lung", 9: "ignore"}
-    pred, target, _ = read_pair(prediction, reference, task, {**values})
+    pred, target, _, _ = read_pair(prediction, reference, task, {**values})
     assert np.array_equal(pred, two_slabs((1, 0)))
     assert np.array_equal(target, two_slabs((2, 0)))
 

@@ -300,6 +300,13 @@ def test_the_viewer_of_a_case_table_compares_with_its_reference(
         "the viewer shows no reference: the reference ref.nii.gz holds the value 7"
         in report["warnings"][-1]
     )
+    values = ["data.labels_column=expert", "+data.label_values={spleen: 7}"]
+    assert predict(scans / "cases.csv", tmp_path / "other", "save=[viewer]", *values) == 0
+    report = json.loads((tmp_path / "other" / "a.json").read_text(encoding="utf-8"))
+    assert report["warnings"][-1] == (
+        "the viewer shows no reference: data.label_values names spleen, expected labels of the "
+        "task blocks (left_lung, right_lung)"
+    )
 
 
 @pytest.mark.parametrize(("value", "status"), [(2, "ok"), (7, "warnings")])
@@ -362,18 +369,38 @@ def test_steps_are_announced_in_their_order(
     assert steps_begun == [(step, number, 6) for number, step in enumerate(steps)]
 
 
-def test_dicom_results_lie_on_the_slices_of_their_series(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], scans: Path
-) -> None:
+def save_series(folder: Path, **fields: Any) -> None:
+    """Write the scan as a DICOM series with further fields in each header."""
     volume, _ = scan()
-    folder, out = tmp_path / "series", tmp_path / "out"
     row, column = np.array(GRID.direction).T[:2]
     for index, plane in enumerate(volume.array):
         place = GRID.index_to_world_xyz_mm([index, 0, 0])
-        fields = {"FrameOfReferenceUID": "1.2.3.9", "InstanceNumber": index}
-        save_slice(
-            folder / f"{index}.dcm", plane, place, (row, column), GRID.spacing_mm[1:], **fields
+        path = folder / f"{index}.dcm"
+        axes = (row, column)
+        save_slice(path, plane, place, axes, GRID.spacing_mm[1:], InstanceNumber=index, **fields)
+
+
+@pytest.mark.parametrize("kind", ["dicom_seg", "rtstruct"])
+def test_a_series_that_no_result_can_refer_to_is_refused_before_the_networks_run(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_series(tmp_path / "series")
+    monkeypatch.delattr("medseg.prediction.batch.segment_case")
+    for save in (f"save=[{kind}]", f"save=[labels,{kind}]"):
+        assert predict(tmp_path / "series", tmp_path / "out" / "a.nii.gz", save) == 2
+        sentence = (
+            "expected a series that a DICOM SEG or RTSTRUCT can refer to, but its files have no "
+            "FrameOfReferenceUID; export the series again, or save the labels in another format."
         )
+        assert sentence in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_dicom_results_lie_on_the_slices_of_their_series(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], scans: Path
+) -> None:
+    folder, out = tmp_path / "series", tmp_path / "out"
+    save_series(folder, FrameOfReferenceUID="1.2.3.9")
     assert (
         predict(
             folder,

@@ -199,25 +199,35 @@ def test_a_bound_on_the_process_is_refused_instead_of_ignored() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (InferenceOptions(budget_gib=0), "budget_gib must be a number above 0, but got 0"),
-        (InferenceOptions(overlap=1.5), "overlap must be a number in .0, 1., but got 1.5"),
-        (InferenceOptions(overlap="0.5"), "overlap must be a number in .0, 1., but got '0.5'"),  # type: ignore[arg-type]
-        (InferenceOptions(tile_size=(64, 64)), "tile_size must be three whole numbers"),  # type: ignore[arg-type]
-        (InferenceOptions(tile_size=64), "tile_size must be three whole numbers"),  # type: ignore[arg-type]
-        (InferenceOptions(backend="onnx"), "backend must be one of torch, openvino, not 'onnx'"),  # type: ignore[arg-type]
-        ({"budget_gib": 1}, "expected InferenceOptions, but got dict"),
+        (InferenceOptions(budget_gib=0), r"options.budget_gib: must lie in \(0, inf\), but got 0"),
+        (InferenceOptions(budget_gib=float("nan")), "options.budget_gib: expected a finite number"),
+        (InferenceOptions(budget_gib=True), "options.budget_gib: expected a number, but got True"),
+        (InferenceOptions(overlap=1.5), r"options.overlap: must lie in \[0, 1\), but got 1.5"),
+        (InferenceOptions(overlap="0.5"), "options.overlap: expected a number, but got '0.5'"),  # type: ignore[arg-type]
+        (InferenceOptions(tile_size=(64, 64)), "options.tile_size: 3 numbers are needed"),  # type: ignore[arg-type]
+        (InferenceOptions(tile_size=64), "options.tile_size: 3 numbers are needed"),  # type: ignore[arg-type]
+        (InferenceOptions(tile_size=(64, 64, 6.5)), "options.tile_size: expected a whole number"),  # type: ignore[arg-type]
+        (InferenceOptions(tta="yes"), "options.tta: expected true or false, but got 'yes'"),  # type: ignore[arg-type]
+        (InferenceOptions(half_weights=None), "options.half_weights: expected true or false"),  # type: ignore[arg-type]
+        (
+            InferenceOptions(backend="onnx"),  # type: ignore[arg-type]
+            "options.backend: expected one of torch, openvino, but got 'onnx'",
+        ),
+        ({"budget_gib": 1}, "options: expected InferenceOptions, but got dict"),
     ],
 )
 def test_an_option_that_the_command_refuses_is_refused(
     options: InferenceOptions, message: str
 ) -> None:
-    with pytest.raises(UserError, match=f"options: {message}"):
+    with pytest.raises(UserError, match=f"^{message}"):
         medseg.Segmenter(["c"], ["f"], options=options)
 
 
 def test_names_of_choices_become_the_choices() -> None:
-    options = InferenceOptions(sums="float", backend="openvino")  # type: ignore[arg-type]
+    options = InferenceOptions(sums="float", backend="openvino", tile_size=[64, 32, 64])  # type: ignore[arg-type]
     checked = _checked_options(options)
+    assert checked.tile_size == (64, 32, 64)
+    assert options.tile_size == [64, 32, 64], "the options of the caller stay"
     assert checked.sums is Sums.float
     assert checked.backend is Backend.openvino
 

@@ -14,7 +14,13 @@ import torch
 from medseg.errors import EXIT_RESUME, UserError
 from medseg.io.atomic import locked
 from medseg.runs import processes
-from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
+from medseg.runs.folder import (
+    LOCK_FILE,
+    SUMMARY_FILE,
+    read_summary,
+    status_of_run,
+    write_end,
+)
 from medseg.runs.status import Status
 from medseg.training.preemption import STOP
 
@@ -91,6 +97,7 @@ def test_a_request_to_stop_that_comes_as_the_job_starts_reaches_the_job(
         STOP.is_asked = (
             True  # the signal comes after `exit_if_asked` and before the first look at the job
         )
+        asked.append(status_of_run(tmp_path).value)
         return SimpleNamespace(processes=[Process()])
 
     monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
@@ -98,8 +105,9 @@ def test_a_request_to_stop_that_comes_as_the_job_starts_reaches_the_job(
     monkeypatch.setattr(STOP, "install", lambda: None)
     monkeypatch.setattr(processes.multiprocessing, "active_children", list)
     config: Any = SimpleNamespace(run_dir=str(tmp_path))
+    (tmp_path / SUMMARY_FILE).write_text('{"status": "failed"}')
     assert processes.run_in_process(config) == EXIT_RESUME
-    assert asked == ["terminate"]
+    assert asked == ["running", "terminate"]
 
 
 def test_a_process_that_meets_a_running_run_leaves_its_summary_alone(tmp_path: Path) -> None:
@@ -174,6 +182,7 @@ class Launch:
         assert entry is processes._rank
 
         def run(config: Any) -> None:
+            self.status = status_of_run(Path(config.run_dir))
             self.num_threads = os.environ["OMP_NUM_THREADS"]
             if self.end is not None:
                 raise self.end
@@ -191,6 +200,8 @@ def test_one_rank_trains_in_this_process_and_several_by_the_agent(
     (tmp_path / SUMMARY_FILE).write_text("{}")
     assert processes.start_ranks(of_ranks(tmp_path, 3)) == 0
     assert not (tmp_path / SUMMARY_FILE).exists(), "of an earlier attempt"
+    assert launch.status is Status.running, "before rank 0 locks the run"
+    assert status_of_run(tmp_path) is Status.interrupted, "the ranks have written no summary"
     settings = launch.settings
     assert (
         settings.min_nodes,

@@ -30,7 +30,7 @@ from medseg.io.inputs import SUFFIXES, case_name, volume_files
 from medseg.io.read import read_image, read_labels
 from medseg.io.text import read_json
 from medseg.task import IGNORE, Channel
-from medseg.wording import first_few
+from medseg.wording import counted, first_few
 
 NNUNET = "nnunet"
 MSD = "msd"
@@ -264,7 +264,7 @@ def _choose_listed(
         raw.account.leave_out(Kind.case, name, why)
         for file in files:
             raw.account.explain(file, why)
-    raw.account.use(Kind.list, key, f"names {len(counts)} cases of {DATASET_FILE}")
+    raw.account.use(Kind.list, key, f"names {counted(len(counts), 'case')} of {DATASET_FILE}")
     return {name: files for name, files in images.items() if name in counts}
 
 
@@ -353,7 +353,8 @@ def _check_count(about: Mapping[str, Any], key: str, count: int, account: Accoun
     if about[key] == count:
         account.use(Kind.key, key, "agrees with the cases")
         return
-    account.leave_out(Kind.key, key, f"says {str(about[key])[:20]}, but there are {count} cases")
+    there_are = "is 1 case" if count == 1 else f"are {count} cases"
+    account.leave_out(Kind.key, key, f"says {str(about[key])[:20]}, but there {there_are}")
 
 
 def import_msd(source: Path) -> DataSet:
@@ -428,7 +429,7 @@ def _entries(about: Mapping[str, Any], path: Path, account: Account) -> Entries:
         if key not in about and key != "training":
             continue
         content = required_value(about, key, list, path)
-        account.use(Kind.list, key, f"has {len(content)} entries")
+        account.use(Kind.list, key, f"has {counted(len(content), 'entry', 'entries')}")
         for value in content:
             # An entry of the list `test` may be the path of its image alone.
             entry = value if isinstance(value, dict) else {"image": value}

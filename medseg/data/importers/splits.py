@@ -10,6 +10,7 @@ from medseg.data.case_table import FOLD_SIDES, normalise_name
 from medseg.data.importers.account import Account, Kind
 from medseg.errors import UserError
 from medseg.io.text import read_json
+from medseg.wording import counted
 
 SPLITS_FILE = "splits_final.json"
 
@@ -190,7 +191,7 @@ def _read_fold(
             if count > 1:
                 account.merge(Kind.list, f"{name} in {where}", "named more than once, counts once")
         side_of_case |= dict.fromkeys(counts, side)
-        account.use(Kind.list, where, f"names {len(counts)} cases of {path.name}")
+        account.use(Kind.list, where, f"names {counted(len(counts), 'case')} of {path.name}")
     if "train" not in side_of_case.values():
         raise UserError(
             f"{path}: train of fold {number} is empty; name the cases to train on, or remove the "

@@ -14,14 +14,14 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import RLELossless
 
 from medseg import __version__
-from medseg.errors import UserError
 from medseg.io.atomic import replace_path
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.dicom.structures import (
+    MULTI_FRAME,
     UTF_8,
     derived_series,
     labels_on_slices,
-    source_headers,
+    segmentation_headers,
     state_encoding,
     stored_name,
 )
@@ -62,16 +62,9 @@ def write_segmentation(
             written.
         ValueError: If the label map is not on the grid.
     """
-    headers = source_headers(slices)
+    headers = segmentation_headers(slices)
     numbers = labels_on_slices(labels, slices, structures)
-    is_multi_frame = "PerFrameFunctionalGroupsSequence" in headers[0]
-    if is_multi_frame and len(headers) > 1:
-        raise UserError(
-            f"{slices.path}: expected a series in one multi-frame file or in files of one slice "
-            f"each, but it has {len(headers)} multi-frame files, which a DICOM SEG cannot refer to "
-            "as one; save the labels in another format."
-        )
-    _check_one_identity(slices.path, headers)
+    is_multi_frame = MULTI_FRAME in headers[0]
     # If each file has one slice, highdicom reads the positions itself. Of a multi-frame file it
     # would take all frames, but `slices` may hold only some of them.
     plane_positions = None
@@ -119,26 +112,6 @@ def write_segmentation(
             )
         with replace_path(path) as part:
             segmentation.save_as(part)
-
-
-def _check_one_identity(path: Path, headers: Sequence[Dataset]) -> None:
-    """Check that slices are of one study and frame of reference; highdicom needs that.
-
-    Args:
-        path: The series, for messages.
-        headers: Headers of its files.
-
-    Raises:
-        UserError: If they name several.
-    """
-    for keyword in ("StudyInstanceUID", "FrameOfReferenceUID"):
-        num_uids = len({str(header[keyword].value) for header in headers})
-        if num_uids > 1:
-            raise UserError(
-                f"{path}: expected slices with one {keyword}, but they have {num_uids}, which a "
-                "DICOM SEG cannot refer to as one; export the series again, or save the labels in "
-                "another format."
-            )
 
 
 def _drop_other_frames(segmentation: Segmentation, slices: SourceSlices) -> None:

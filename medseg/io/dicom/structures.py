@@ -27,6 +27,9 @@ IDENTITY = (
     "FrameOfReferenceUID",
 )
 
+# Field of a file that holds several slices, its frames.
+MULTI_FRAME = "PerFrameFunctionalGroupsSequence"
+
 # Name of UTF-8 in DICOM.
 UTF_8 = "ISO_IR 192"
 
@@ -250,6 +253,31 @@ def source_headers(slices: SourceSlices) -> list[FileDataset]:
             if header.PatientSex not in ("M", "F", "O"):
                 header.PatientSex = ""
         headers.append(header)
+    return headers
+
+
+def segmentation_headers(slices: SourceSlices) -> list[FileDataset]:
+    """Read the headers of a series as `source_headers` does, for a DICOM SEG.
+
+    Raises:
+        UserError: If a field of `IDENTITY` is missing, or the series has several multi-frame files,
+            studies or frames of reference: highdicom needs one of each.
+    """
+    headers = source_headers(slices)
+    if MULTI_FRAME in headers[0] and len(headers) > 1:
+        raise UserError(
+            f"{slices.path}: expected a series in one multi-frame file or in files of one slice "
+            f"each, but it has {len(headers)} multi-frame files, which a DICOM SEG cannot refer to "
+            "as one; save the labels in another format."
+        )
+    for keyword in ("StudyInstanceUID", "FrameOfReferenceUID"):
+        num_uids = len({str(header[keyword].value) for header in headers})
+        if num_uids > 1:
+            raise UserError(
+                f"{slices.path}: expected slices with one {keyword}, but they have {num_uids}, "
+                "which a DICOM SEG cannot refer to as one; export the series again, or save the "
+                "labels in another format."
+            )
     return headers
 
 

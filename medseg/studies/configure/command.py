@@ -50,7 +50,7 @@ from medseg.studies.cross_validate import check_folds
 from medseg.studies.train_arguments import arguments_for_train
 from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
-from medseg.wording import shell_line
+from medseg.wording import counted, shell_line
 
 # Files in the output folder.
 EXPERIMENT = "experiment.yaml"
@@ -99,7 +99,7 @@ def configure(config: ConfigureConfig) -> int:
     fingerprint = read_fingerprint(cases, task)
     _check_labels(fingerprint)
     fingerprint.write(output / "fingerprint.csv")
-    print(f"{len(cases)} cases: {extent_text(fingerprint)}", flush=True)
+    print(f"{counted(len(cases), 'case')}: {extent_text(fingerprint)}", flush=True)
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
     wishes = Wishes(
         config.fit_gib,

@@ -170,8 +170,12 @@ def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
 
 def test_a_fold_trains_on_its_list_alone(tmp_path: Path) -> None:
     folder = make_nnunet(tmp_path / "D")
-    write_json(folder / "splits_final.json", [{"train": ["chest_001"], "val": ["chest_000"]}])
-    table = write_case_table(tmp_path / "cases.csv", import_dataset(folder).cases)
+    fold = {"train": ["chest_001"], "val": ["chest_000"]}
+    write_json(folder / "splits_final.json", [fold])
+    data = import_dataset(folder)
+    lists = {item.name: item.why for item in data.account.items if item.kind == "list"}
+    assert lists["val of fold 0"] == "names 1 case of splits_final.json"
+    table = write_case_table(tmp_path / "cases.csv", data.cases)
     cases = read_case_table(table)
     for choice in ({}, {"fold": 0, "num_folds": 1}):
         split = split_cases(cases, **choice)
