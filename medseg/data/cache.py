@@ -38,6 +38,7 @@ from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import (
     crc32_of,
     files_in_role,
+    is_here,
     is_intact,
     is_same_source,
     sources_of,
@@ -308,7 +309,7 @@ def prepare_case(
     if entry is not None:
         return _cached_case(case, entry, resampling)
     for path in sources_of(case, task).values():
-        if not _is_here(path):
+        if not is_here(path):
             raise UserError(
                 f"The case {case.name!r} has no current entry in the cache and its file {path} "
                 "does not exist, or you may not enter its folder; correct the path, or copy the "
@@ -502,7 +503,7 @@ def _find_entry(case: Case, folder: Path, task: Task) -> _Entry | None:
         return _Entry(folder, record)
     # If no source exists here, the cache may have been copied from another machine. The paths there
     # were different, and so is the digest in the name of the folder.
-    if any(map(_is_here, sources.values())):
+    if any(map(is_here, sources.values())):
         return None
     copied_entries = []
     pattern = glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH
@@ -511,7 +512,7 @@ def _find_entry(case: Case, folder: Path, task: Task) -> _Entry | None:
         if record is None:
             continue
         # An entry whose own files exist here belongs to another case of this machine.
-        is_of_this_machine = any(_is_here(source["path"]) for source in record["sources"].values())
+        is_of_this_machine = any(is_here(source["path"]) for source in record["sources"].values())
         if not is_of_this_machine:
             copied_entries.append(_Entry(other_folder, record))
     # Several entries belong to different cases with the same name: the right one is unknown.
@@ -529,7 +530,7 @@ def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> di
         return None
     for role, path in sources.items():
         # A source that does not exist here cannot be compared: the entry is trusted.
-        if not _is_here(path):
+        if not is_here(path):
             continue
         try:
             is_same = is_same_source(path, record["sources"][role], files_in_role(role, path))
@@ -559,15 +560,6 @@ def _intact_record(folder: Path) -> dict[str, Any] | None:
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record
-
-
-def _is_here(path: Path | str) -> bool:
-    """Whether a source exists, as far as this user may see.
-
-    `Path.exists` would raise an error where this user may not enter a folder, such as the raw data
-    behind a shared cache.
-    """
-    return os.path.exists(path)
 
 
 def _stamp(folder: Path) -> int:

@@ -25,7 +25,7 @@ from medseg.data.audit.labels import (
 from medseg.data.audit.placement import audit_placement, audit_shift
 from medseg.data.audit.tissue_profile import Profile, make_profile
 from medseg.data.case_table import Case
-from medseg.data.source_files import files_in_role, fingerprint, sources_of
+from medseg.data.source_files import files_in_role, fingerprint, is_here, sources_of
 from medseg.errors import UserError
 from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelGrid
@@ -86,7 +86,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
 
     Raises:
         CaseRefusedError: If the audit finds an error that the case does not ignore.
-        UserError: If a file cannot be read.
+        UserError: If a file is missing or cannot be read.
     """
     # Imported here: a run that finds all cases in its cache needs no reader.
     from medseg.preprocess.channels import read_channels
@@ -94,6 +94,11 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     # Taken before reading: a file that changes while it is read then makes the cache entry stale.
     sources = {}
     for role, path in sources_of(case, task).items():
+        if not is_here(path):
+            raise UserError(
+                f"{case.name}: its file {path} does not exist, or you may not enter its folder; "
+                "correct the path."
+            )
         sources[role] = fingerprint(path, files_in_role(role, path))
     modalities = [channel.modality for channel in task.channels]
     stored_images, volume = read_channels(

@@ -80,6 +80,15 @@ def files_in_role(role: str, path: Path) -> list[Path]:
     return masks or files_of(path)
 
 
+def is_here(path: Path | str) -> bool:
+    """Whether a source exists, as far as this user may see.
+
+    `Path.exists` would raise an error where this user may not enter a folder, such as the raw data
+    behind a shared cache.
+    """
+    return os.path.exists(path)
+
+
 def _stamp(files: Sequence[Path]) -> list[list[int]]:
     """List the size in bytes and the modification time in ns of each file of a source.
 

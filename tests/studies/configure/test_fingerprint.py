@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from medseg.data.case_table import read_case_table
+from medseg.errors import UserError
 from medseg.io.tables import read_csv
 from medseg.phantom.case_folders import write_phantoms
 from medseg.studies.configure.fingerprint import (
@@ -103,3 +104,12 @@ def test_a_region_is_as_large_as_its_labels_together(scan: Path) -> None:
     assert both.extent_mm[0] >= max(left.extent_mm[0], right.extent_mm[0])
     (facts,) = read_fingerprint([(case, values)], TASK).cases
     assert facts.regions == {}
+
+
+def test_a_missing_file_is_told_by_its_case(scan: Path, tmp_path: Path) -> None:
+    (case,) = read_case_table(scan)
+    missing = tmp_path / "ct.nii.gz"
+    values: LabelValues = {1: "left_lung", 2: "right_lung"}
+    for changed in (replace(case, image=missing), replace(case, labels=missing)):
+        with pytest.raises(UserError, match=f"{case.name}: its file {missing} does not exist"):
+            read_fingerprint([(changed, values)], TASK)
