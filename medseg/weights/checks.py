@@ -218,7 +218,9 @@ def _check_labels(task: Mapping[str, Any]) -> None:
     labels_of_regions: set[str] = set()
     for region in task["regions"] or ():
         labels_of_regions.update(region["labels"])
-    is_numbered = sorted(labels.values()) == list(range(1, len(labels) + 1))
+    # In Python, True equals 1.
+    are_numbers = all(type(value) is int for value in labels.values())
+    is_numbered = are_numbers and sorted(labels.values()) == list(range(1, len(labels) + 1))
     if not labels or not is_numbered or not labels_of_regions <= labels.keys():
         raise ValueError(
             "its labels are not numbered 1, 2, …, or its regions name labels that it does not have"

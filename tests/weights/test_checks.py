@@ -12,7 +12,13 @@ from torch import nn
 from medseg.errors import UserError
 from medseg.models.described import make_described_network
 from medseg.task import Channel, Task
-from medseg.weights.checks import MORE_PARTS, PARTS_PER_TENSOR, bounded_parts, check_tensors
+from medseg.weights.checks import (
+    MORE_PARTS,
+    PARTS_PER_TENSOR,
+    _check_labels,
+    bounded_parts,
+    check_tensors,
+)
 
 LAYER = {"n_features": 1, "kernel_size": 1, "kernels": [1]}
 
@@ -68,3 +74,12 @@ def test_the_bound_on_parts_leaves_other_threads_alone() -> None:
     with bounded_parts(1), ThreadPoolExecutor(1) as pool:
         # `result` raises the error of the thread.
         pool.submit(nn.Sequential, *[nn.Identity()] * (max_parts + 1)).result()
+
+
+@pytest.mark.parametrize("values", [(True, 2), (1, 3), (2, 3), (1.0, 2), ("1", 2)])
+def test_labels_are_numbered_with_whole_numbers(values: tuple[Any, Any]) -> None:
+    """In Python, True equals 1."""
+    task = {"labels": {"left": 1, "right": 2}, "regions": [{"labels": ["left"]}]}
+    _check_labels(task)
+    with pytest.raises(ValueError, match="not numbered 1, 2"):
+        _check_labels({**task, "labels": dict(zip(("left", "right"), values, strict=True))})
