@@ -52,9 +52,9 @@ def check_no_cascade(arguments: Sequence[str]) -> None:
         UserError: Names the files of the stages.
     """
     for argument in arguments:
-        if names_stages(argument):
-            file = argument.partition("=")[2].strip("'\"")
-            content = _with_paths_of_stages(_read(file), Path(file).parent)
+        value = _file_of(argument)
+        if value is not None and _has_stages(_read(value)):
+            content = _with_paths_of_stages(_read(value), Path(value).parent)
             raise UserError(
                 f"{argument}: it names the experiments of both stages, for cross_validate; "
                 f"give experiment={content['coarse']} or experiment={content['fine']}"

@@ -480,8 +480,8 @@ class ConfigureConfig:
     num_stages: Annotated[
         int | None,
         Knob(
-            "Stages: 1, or 2 for a cascade of whole scans and crops; null: 2 where they allow "
-            "voxels that are smaller by a factor of two.",
+            "Stages: 1, or 2 for a cascade of whole scans and crops; null: 2 for a task with "
+            "regions whose crops allow voxels of half the volume.",
             "[1, 2]",
         ),
     ]

@@ -1,4 +1,4 @@
-"""What each stage sees of the cases: scans or crops, their sizes, and the details in them."""
+"""Views of the stages: scans or crops, their sizes, and the smallest structure in them."""
 
 import math
 from dataclasses import dataclass
