@@ -340,7 +340,7 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
     check_arguments(arguments)
     # The functions below may compose the arguments, and need the experiments that these name.
     register_experiments(arguments)
-    if not issubclass(schema, RecipeConfig):
+    if issubclass(schema, TrainConfig) and not issubclass(schema, RecipeConfig):
         check_no_cascade(arguments)
     # `with_task` opens the paths that the user typed, so they are quoted after it.
     arguments = quote_paths(with_task(arguments, schema))

@@ -334,3 +334,20 @@ def test_an_unknown_key_is_compared_with_the_keys_of_the_chosen_groups(
     monkeypatch.setattr(sys, "argv", ["medseg", "task=kidnys"])
     with pytest.raises(UserError, match="Could not find"), entry._explained_errors("train"):
         entry.compose("train", ["task=kidnys"])
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train", "it names the experiments of both stages"),
+        # It takes no experiment, so the files of the stages would not help.
+        ("prepare", "experiment: there is no such key"),
+    ],
+)
+def test_a_cascade_is_refused_where_an_experiment_trains_one_stage(
+    command: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.yaml").write_text("coarse: a.yaml\nfine: b.yaml\n", encoding="utf-8")
+    result = forked.run([*MEDSEG, command, "experiment=plan.yaml"], cwd=tmp_path)
+    assert result.returncode == 2
+    assert said in result.stderr

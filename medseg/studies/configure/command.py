@@ -332,15 +332,23 @@ def _write_experiments(
         (part,) = parts
         text = experiment_text(part.setting, task, part.reasons, head)
         replace_text(output / EXPERIMENT, text)
+        # An earlier command may have chosen two stages.
+        for stage in (StageName.coarse, StageName.fine):
+            _stage_file(output, stage).unlink(missing_ok=True)
         return
     files = {}
     for part in parts:
         stage = part.setting.stage
-        files[stage] = f"{stage.value}.yaml"
+        files[stage] = _stage_file(output, stage).name
         stage_head = [f"The {stage.value} stage of {EXPERIMENT}."]
         text = experiment_text(part.setting, task, part.reasons, stage_head)
         replace_text(output / files[stage], text)
     replace_text(output / EXPERIMENT, cascade_text(files, head))
+
+
+def _stage_file(output: Path, stage: StageName) -> Path:
+    """Return the path of the experiment of one stage of a cascade."""
+    return output / f"{stage.value}.yaml"
 
 
 def _write_facts(output: Path, parts: Sequence[Part], schedule: Schedule, wishes: Wishes) -> None:

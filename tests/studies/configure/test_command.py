@@ -337,6 +337,16 @@ def test_a_cascade_has_a_file_for_each_stage_and_one_that_names_them(
     assert report.count("| steps | ") == 2
 
 
+def test_a_single_stage_leaves_no_files_of_an_earlier_cascade(
+    configure: Callable[..., Path],
+) -> None:
+    plan = configure(*WISHES)
+    for name in ("coarse.yaml", "fine.yaml"):
+        (plan / name).write_text("steps: 5\n", encoding="utf-8")
+    configure(*WISHES)
+    assert sorted(file.name for file in plan.glob("*.yaml")) == ["experiment.yaml"]
+
+
 def test_configure_needs_cases_and_one_rank(tiny_table: Path) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         for arguments, sentence in (
