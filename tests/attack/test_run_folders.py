@@ -273,7 +273,8 @@ def test_a_run_with_a_damaged_file_is_prolonged_or_ends_in_one_sentence(
     assert code in (0, 2), said
     if code:
         assert json.loads((run_dir / "summary.json").read_text())["status"] == "refused"
-        assert sum(line.startswith("medseg: ") for line in said.splitlines()) <= 2, said
+        # The network, a damaged file that is left out, and the refusal.
+        assert sum(line.startswith("medseg: ") for line in said.splitlines()) <= 3, said
 
 
 @pytest.mark.parametrize(
