@@ -16,7 +16,7 @@ from typing import Annotated, Any, cast, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
-from medseg.data.options import DataOptions, LabelsOptions, PhantomCountsOptions
+from medseg.data.options import DataOptions, LabelsOptions, PhantomCountsOptions, StageName
 from medseg.geometry.sizes import Shape
 from medseg.knob import Knob, Text, Triple
 from medseg.losses.options import DICE_CE, DiceCeOptions, LossOptions
@@ -398,6 +398,10 @@ class RecipeConfig:
         Text, Knob("Experiment on synthetic scans for the initial weights; null: fresh weights.")
     ]
     pretrain_fine: Annotated[Text, Knob("Like pretrain_coarse, for the fine stage.")]
+    fine_cases: Annotated[
+        Text,
+        Knob("Case table of the fine stage, such as one with painted copies; null: that of cases."),
+    ]
 
     def __post_init__(self) -> None:
         """Bring a single experiment to a list of one."""
@@ -454,6 +458,8 @@ class CrossValidateConfig(TrainConfig, RecipeConfig):
                 "cross_validate validates each fold in turn, but data.val_patients or data.fold "
                 "chooses one part; give data.val_patients=[] data.fold=null"
             )
+        if self.fine_cases is not None and self.stage.name is StageName.single:
+            yield "fine_cases is the table of a fine stage, but stage=single has none; leave it out"
 
 
 @dataclass
@@ -516,10 +522,6 @@ class MakeWeightsConfig(RecipeConfig):
             "pretraining on synthetic scans."
         ),
     ]
-    fine_cases: Annotated[
-        Text,
-        Knob("Case table of the fine stage, such as one with painted copies; null: that of cases."),
-    ] = None
     held_out: Annotated[
         Text,
         Knob(

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from medseg.config.experiment_file import names_stages
 from medseg.config.overrides import text_of
 from medseg.config.schema import CrossValidateConfig
-from medseg.data.case_table import Case, write_case_table
+from medseg.data.case_table import Case, split_cases, write_case_table
 from medseg.data.importers.formats import read_cases
 from medseg.data.options import StageName
 from medseg.data.reference import file_values
@@ -44,7 +44,7 @@ from medseg.studies.recipes import (
 )
 from medseg.studies.train_arguments import arguments_for_train, key_of, merge_arguments
 from medseg.task_options import make_task
-from medseg.wording import shell_line
+from medseg.wording import first_few, shell_line
 
 # Stages of the model: a single stage, or a cascade of two.
 SINGLE = StageName.single.value
@@ -84,6 +84,10 @@ def cross_validate(config: CrossValidateConfig) -> int:
     hu = HuScale(config.data.hu_slope, config.data.hu_offset)
     cases = read_cases(Path(str(config.cases)), config.data.labels_column, hu=hu)
     check_folds(cases, config.num_folds)
+    fine_cases = None
+    if config.fine_cases is not None:
+        fine_cases = read_cases(Path(config.fine_cases), config.data.labels_column, hu=hu)
+        _check_fine_folds(config, cases, fine_cases)
     check_writable(output)
     task = make_task(config.task)
     label_values = _label_map_values(config)
@@ -95,7 +99,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
     folds = make_folds(cases, organs, config)
     stages = CASCADE if is_cascade else (SINGLE,)
     if is_cascade:
-        trainings = _cascade_trainings(config, arguments, cases, folds)
+        trainings = _cascade_trainings(config, arguments, cases, fine_cases, folds)
     else:
         trainings = _single_trainings(config, arguments, cases, folds)
     # All folds list the commands of the shared trainings on phantoms: run equal commands once.
@@ -161,10 +165,44 @@ def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> Non
     check_experiments(config, [*arguments, f"data.cases={table}"])
 
 
+def _check_fine_folds(
+    config: CrossValidateConfig, cases: Sequence[Case], fine_cases: Sequence[Case]
+) -> None:
+    """Check that both stages of each fold hold out the same patients.
+
+    Args:
+        config: States the folds.
+        cases: Cases of the study.
+        fine_cases: Training cases of the fine stage.
+
+    Raises:
+        UserError: If a fold of one table holds out other patients than that of the other.
+    """
+    check_folds(fine_cases, config.num_folds)
+    for fold in range(config.num_folds):
+        held_out = []
+        for table in (cases, fine_cases):
+            split = split_cases(
+                table,
+                fold=fold,
+                num_folds=config.num_folds,
+                test_patients=config.data.test_patients,
+            )
+            held_out.append({case.patient for case in split.val})
+        differing = sorted(held_out[0] ^ held_out[1])
+        if differing:
+            raise UserError(
+                f"fine_cases={config.fine_cases}: its fold {fold} holds out other patients than "
+                f"that of {config.cases}: {first_few(differing)} in one of them; give a table of "
+                "the same patients"
+            )
+
+
 def _cascade_trainings(
     config: CrossValidateConfig,
     arguments: Sequence[str],
     cases: Sequence[Case],
+    fine_cases: Sequence[Case] | None,
     folds: Folds,
 ) -> list[Step]:
     """Make the commands that train both stages of each fold, all coarse stages first.
@@ -179,12 +217,11 @@ def _cascade_trainings(
     fine_steps: list[Step] = []
     coarse_checkpoints = coarse_arguments(config, folds.folders)
     for fold, folder in enumerate(folds.folders):
-        note_recipe(folder, recipe_of(experiments(config), cases, arguments))
-        fold_arguments = _fold_arguments(config, arguments, fold)
-        coarse_steps += stage_steps(config, "coarse", folder, fold_arguments, output)
-        fine_steps += stage_steps(
-            config, "fine", folder, fold_arguments, output, coarse_checkpoints
-        )
+        note_recipe(folder, recipe_of(experiments(config), cases, arguments, fine_cases))
+        coarse_data = _fold_arguments(config, config.cases, arguments, fold)
+        fine_data = _fold_arguments(config, config.fine_cases or config.cases, arguments, fold)
+        coarse_steps += stage_steps(config, "coarse", folder, coarse_data, output)
+        fine_steps += stage_steps(config, "fine", folder, fine_data, output, coarse_checkpoints)
     return [*coarse_steps, *fine_steps]
 
 
@@ -203,7 +240,7 @@ def _single_trainings(
     steps: list[Step] = []
     for fold, folder in enumerate(folds.folders):
         note_recipe(folder, recipe_of({}, cases, arguments))
-        fold_arguments = _fold_arguments(config, arguments, fold)
+        fold_arguments = _fold_arguments(config, config.cases, arguments, fold)
         steps += train_steps(folder / SINGLE, *merge_arguments([cache], fold_arguments))
     return steps
 
@@ -224,11 +261,11 @@ def _label_map_values(config: CrossValidateConfig) -> dict[int, str]:
 
 
 def _fold_arguments(
-    config: CrossValidateConfig, arguments: Sequence[str], fold: int
+    config: CrossValidateConfig, table: str | None, arguments: Sequence[str], fold: int
 ) -> tuple[str, ...]:
-    """Join the user's arguments of `train` with the arguments that select a fold."""
+    """Join the user's arguments of `train` with the arguments that select a fold of a table."""
     selection = [
-        f"data.cases={Path(str(config.cases)).absolute()}",
+        f"data.cases={Path(str(table)).absolute()}",
         f"data.fold={fold}",
         f"data.num_folds={config.num_folds}",
         "data.val_patients=[]",

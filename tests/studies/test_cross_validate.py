@@ -9,9 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hydra
 import numpy as np
 import pytest
 
+from medseg.conf_folder import conf_dir
+from medseg.config.check import to_config
+from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.data.options import StageName
 from medseg.errors import UserError
@@ -174,6 +178,7 @@ def make_config(folder: Path, stage: StageName, **values: Any) -> Any:
         "fine": ["b"],
         "pretrain_coarse": None,
         "pretrain_fine": None,
+        "fine_cases": None,
         "task": None,
         "pieces": False,
         "diseased": False,
@@ -381,6 +386,43 @@ def test_both_stages_of_a_cascade_get_the_arguments_of_train(
     trainings = [command for command in commands if command[0] == "train"]
     assert [command[1] for command in trainings] == ["experiment=a"] * 3 + ["experiment=b"] * 3
     assert all("trainer.threads=1" in command for command in trainings)
+
+
+def test_the_fine_stage_may_have_a_table_of_its_own_with_the_same_folds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = without_runs(monkeypatch, tmp_path, [], [])
+    cases = [Case(f"c{n}", Path("i"), Path("l"), f"p{n}") for n in range(4)]
+    tables = {
+        "cases.csv": cases,
+        # Copies have the patients of their scans.
+        "painted.csv": [*cases, *(replace(case, name=f"{case.name}_ill") for case in cases)],
+        "others.csv": cases[1:],
+    }
+    monkeypatch.setattr(study, "read_cases", lambda path, *_, hu: tables[path.name])
+    assert (
+        study.cross_validate(make_config(tmp_path, StageName.fine, fine_cases="painted.csv")) == 0
+    )
+    trainings = [command for command in commands if command[0] == "train"]
+    for training, table in zip(trainings, ["cases.csv"] * 3 + ["painted.csv"] * 3, strict=True):
+        assert f"data.cases={Path(table).absolute()}" in training
+    for fold in range(3):
+        recipe = json.loads((tmp_path / f"fold_{fold}" / "experiments.json").read_text())
+        assert recipe["cases"] != recipe["fine_cases"]
+    config = make_config(tmp_path / "other", StageName.fine, fine_cases="others.csv")
+    with pytest.raises(
+        UserError, match=r"others\.csv: its fold 0 holds out other patients than .*p0"
+    ):
+        study.cross_validate(config)
+
+
+def test_a_single_stage_has_no_table_of_a_fine_stage(tmp_path: Path) -> None:
+    table = write_case_table(tmp_path / "cases.csv", [])
+    keys = [f"cases='{table}'", "stage=single", "fine_cases=b.csv", "output=x", "run_dir=x"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("cross_validate", keys)
+        with pytest.raises(UserError, match="fine_cases is the table of a fine stage"):
+            to_config(composed, CrossValidateConfig)
 
 
 def test_the_experiment_of_a_cascade_is_none_of_its_trainings(

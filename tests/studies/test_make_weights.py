@@ -35,7 +35,7 @@ def make_config(folder: Path, **changes: Any) -> MakeWeightsConfig:
         fine=["b", "c"],
         pretrain_coarse=None,
         pretrain_fine=None,
-        **changes,
+        **{"fine_cases": None, **changes},
     )
 
 

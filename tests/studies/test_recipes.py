@@ -38,6 +38,7 @@ def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: 
         fine=["b"],
         pretrain_coarse="p",
         pretrain_fine=None,
+        fine_cases=None,
     )
 
     def steps(folder: str) -> list[command_steps.Step]:
@@ -72,6 +73,7 @@ def test_a_file_of_an_experiment_on_phantoms_has_a_run_of_its_own_in_the_folder(
         fine=["b"],
         pretrain_coarse=file,
         pretrain_fine="/other/p.yaml",
+        fine_cases=None,
     )
     pretrain_coarse, coarse, pretrain_fine, _ = cascade_steps(config, tmp_path, [], tmp_path)
     run_dirs = [
@@ -94,6 +96,7 @@ def test_of_several_experiments_each_starts_from_the_one_before(tmp_path: Path) 
         fine=["d"],
         pretrain_coarse=None,
         pretrain_fine=None,
+        fine_cases=None,
     )
     steps = cascade_steps(config, tmp_path, ["data.cases=t.csv"], tmp_path)
     folders = [tmp_path / name for name in ("coarse_1", "coarse_2", "coarse", "fine")]
@@ -118,6 +121,7 @@ def test_an_experiment_that_cannot_be_trained_is_refused_before_any_training() -
         "runs": "r",
         "pretrain_coarse": None,
         "pretrain_fine": "phantom_fine",
+        "fine_cases": None,
     }
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         recipes.check_experiments(MakeWeightsConfig(**{**common, **good}))
@@ -142,6 +146,7 @@ def test_an_experiment_that_sees_the_coarse_stage_gets_those_of_all_folds(
         fine=["b", "c"],
         pretrain_coarse=None,
         pretrain_fine=None,
+        fine_cases=None,
     )
     folds = [tmp_path / "fold_0", tmp_path / "fold_1"]
     more = recipes.coarse_arguments(config, folds)
@@ -163,6 +168,7 @@ def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
             fine=["b"],
             pretrain_coarse=None,
             pretrain_fine=None,
+            fine_cases=None,
         )
         cases = [Case(name, Path("i"), None, name) for name in names]
         recipe = recipes.recipe_of(recipes.experiments(config), cases, arguments)
