@@ -21,6 +21,7 @@ import psutil
 
 from benchmarks.instruments import ROOT, resident_bytes
 from benchmarks.learning_curves_data import CASES, DATASET, HELD_OUT, RAW
+from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.tables import read_csv
@@ -171,25 +172,43 @@ class MedsegRuns:
     minutes: float
 
     def point(self) -> Row:
-        """Configure, prepare, time, train and predict; returns the settings and the costs."""
+        """Configure, prepare, time, train and predict; returns the settings and the costs.
+
+        The values of a cascade's two stages are joined by " + ".
+        """
         configured = finished(self.folder / "configured.json", self.configure)
         plan = json.loads((self.folder / "plan" / "configure.json").read_text(encoding="utf-8"))
-        (setting,) = plan["settings"]
-        prepared = finished(
-            self.folder / "prepared.json", lambda: self.prepare(setting["spacing_mm"])
-        )
-        timed = finished(self.folder / "timed.json", lambda: self.train("timed", TIMED_STEPS))
-        fixed_s, step_s = self.costs(timed["cpu_s"])
-        steps = steps_within(self.minutes, fixed_s, step_s)
-        trained = finished(self.folder / "trained.json", lambda: self.train("run", steps))
-        predicted = finished(self.folder / "predicted.json", self.predict)
+        settings = plan["settings"]
+        prepared = finished(self.folder / "prepared.json", lambda: self.prepare(settings))
+        trainings = []
+        for setting, share in zip(settings, time_shares(plan), strict=True):
+            trainings.append(self.train_within(setting["stage"], share * self.minutes))
+        stages = [setting["stage"] for setting in settings]
+        predicted = finished(self.folder / "predicted.json", lambda: self.predict(stages))
+        cells = {
+            "iterations": [training["steps"] for training in trainings],
+            "batch_size": [setting["batch_size"] for setting in settings],
+            "patch_size": [size_text(setting["patch_size"]) for setting in settings],
+            "spacing_mm": [size_text(setting["spacing_mm"]) for setting in settings],
+        }
+        trained = {
+            "cpu_s": sum(training["cpu_s"] for training in trainings),
+            "peak_gib": max(training["peak_gib"] for training in trainings),
+        }
         return {
-            "iterations": steps,
-            "batch_size": setting["batch_size"],
-            "patch_size": size_text(setting["patch_size"]),
-            "spacing_mm": size_text(setting["spacing_mm"]),
+            **{key: " + ".join(map(str, values)) for key, values in cells.items()},
             **costs_row(trained, configured["cpu_s"] + prepared["cpu_s"], predicted),
         }
+
+    def train_within(self, stage: str, minutes: float) -> Row:
+        """Time some steps of a stage, then train it for CPU minutes; returns `steps` and costs."""
+        folder = self.folder / stage
+        folder.mkdir(exist_ok=True)
+        timed = finished(folder / "timed.json", lambda: self.train(stage, "timed", TIMED_STEPS))
+        fixed_s, step_s = self.costs(stage, timed["cpu_s"])
+        steps = steps_within(minutes, fixed_s, step_s)
+        trained = finished(folder / "trained.json", lambda: self.train(stage, "run", steps))
+        return {"steps": steps, **trained}
 
     def configure(self) -> Row:
         """Write the experiment for hours in which each training has its minutes.
@@ -204,53 +223,63 @@ class MedsegRuns:
             f"fit_gib={self.study.fit_gib:g}",
             f"hours={hours:g}",
             f"num_folds={CONFIGURED_FOLDS}",
-            # A point of the curve is one training.
-            "num_stages=1",
             f"output={fresh(self.folder / 'plan')}",
             f"data.cases={self.study.data / CASES}",
             f"trainer.threads={self.study.threads}",
         )
 
-    def prepare(self, spacing_mm: Sequence[float]) -> Row:
-        """Audit the cases and resample them to the spacing of the experiment, (z, y, x) in mm."""
-        # `prepare` fills the cache for both stages of a cascade; here the first one is dropped and
-        # the second gets the spacing.
+    def prepare(self, settings: Sequence[Mapping[str, Any]]) -> Row:
+        """Audit the cases and resample them to the spacing of each stage.
+
+        Args:
+            settings: Setting of each stage, with its spacing (z, y, x) in mm.
+        """
+        # `prepare` fills the cache for both stages of a cascade. A single stage takes the place of
+        # the second one.
+        places = ("coarse", "fine")[-len(settings) :]
+        arguments = [] if "coarse" in places else ["~spacing@spacings.coarse"]
+        for place, setting in zip(places, settings, strict=True):
+            spacing_mm = list(setting["spacing_mm"])
+            arguments.append(f"spacing@spacings.{place}=anisotropic")
+            arguments.append(f"spacings.{place}.target_spacing_mm={spacing_mm}")
         return self._run(
             "prepare",
             f"data.cases={self.study.data / CASES}",
             f"data.cache={fresh(self.folder / 'cache')}",
-            "~spacing@spacings.coarse",
-            "spacing@spacings.fine=anisotropic",
-            f"spacings.fine.target_spacing_mm={list(spacing_mm)}",
+            *arguments,
         )
 
-    def train(self, name: str, steps: int) -> Row:
-        """Train the experiment for a number of steps, with one validation at the end.
+    def train(self, stage: str, name: str, steps: int) -> Row:
+        """Train a stage for a number of steps, with one validation at the end.
 
         Args:
-            name: Folder of the run inside that of the point.
+            stage: Its name.
+            name: Folder of the run inside that of the stage.
             steps: Number of steps.
         """
+        # `configure` names the file of a single stage differently from those of a cascade.
+        file_name = "experiment" if stage == StageName.single.value else stage
         return self._run(
             "train",
-            f"experiment={self.folder / 'plan' / 'experiment.yaml'}",
+            f"experiment={self.folder / 'plan' / file_name}.yaml",
             f"data.cases={self.study.data / CASES}",
             f"data.cache={self.folder / 'cache'}",
             f"trainer.threads={self.study.threads}",
             f"steps={steps}",
             f"stage.validate_every={steps}",
             f"history_every={max(1, steps // NUM_LINES)}",
-            f"hydra.run.dir={fresh(self.folder / name)}",
+            f"hydra.run.dir={fresh(self.folder / stage / name)}",
         )
 
-    def costs(self, timed_cpu_s: float) -> tuple[float, float]:
+    def costs(self, stage: str, timed_cpu_s: float) -> tuple[float, float]:
         """Return the CPU seconds of a training beside its steps, and of a step with its samples.
 
         Args:
+            stage: Name of the stage.
             timed_cpu_s: CPU seconds of the training whose steps were timed.
         """
         step_cpu_s = []
-        for line in read_csv(self.folder / "timed" / "history.csv"):
+        for line in read_csv(self.folder / stage / "timed" / "history.csv"):
             if line["seconds_per_step"]:
                 # 100 % is one core that is busy all the time. The workers of the loader count too.
                 cores = float(line["cpu_percent"]) / 100
@@ -260,13 +289,16 @@ class MedsegRuns:
         # The rest of the run: start and validation. Noise may make the difference negative.
         return max(0.0, timed_cpu_s - TIMED_STEPS * step_s), step_s
 
-    def predict(self) -> Row:
-        """Predict the held-out scans with the weights of the last step."""
+    def predict(self, stages: Sequence[str]) -> Row:
+        """Predict the held-out scans with the weights of the last step of each stage."""
+        checkpoints = []
+        for stage in stages:
+            checkpoints.append(f"{stage}={last_checkpoint(self.folder / stage / 'run')}")
         return self._run(
             "predict",
             f"input={self.study.data / HELD_OUT}",
             f"output={fresh(self.folder / 'predictions')}",
-            f"single={last_checkpoint(self.folder / 'run')}",
+            *checkpoints,
             f"threads={self.study.threads}",
         )
 
@@ -377,6 +409,25 @@ class Epochs(NamedTuple):
     validations: int
 
 
+def time_shares(plan: Mapping[str, Any]) -> list[float]:
+    """Read the share of each stage in the time that `configure` plans for training steps.
+
+    Args:
+        plan: Content of its `configure.json`.
+
+    Example:
+        >>> stages = [{"step_s": 0.5}, {"step_s": 0.6}]
+        >>> settings = [{"steps": 300, "batch_size": 1}, {"steps": 375, "batch_size": 2}]
+        >>> time_shares({"settings": settings, "costs": {"stages": stages}})
+        [0.25, 0.75]
+    """
+    seconds = []
+    for setting, costs in zip(plan["settings"], plan["costs"]["stages"], strict=True):
+        # `step_s` is that of a step of one patch.
+        seconds.append(setting["steps"] * setting["batch_size"] * costs["step_s"])
+    return [stage_s / sum(seconds) for stage_s in seconds]
+
+
 def steps_within(minutes: float, fixed_s: float, step_s: float) -> int:
     """Count the steps that fit into CPU minutes.
 
@@ -415,7 +466,7 @@ def epochs_within(minutes: float, timed: Mapping[str, float]) -> Epochs:
     Example:
         >>> timed = {"start_s": 20, "iteration_s": 2.0, "validation_s": 0.5, "epoch_s": 1.0}
         >>> epochs_within(5, timed)
-        Epochs(epochs=10, iterations=12, validations=3)
+        Epochs(epochs=14, iterations=9, validations=2)
     """
     room_s = 60 * minutes - timed["start_s"]
     lengths = []

@@ -214,12 +214,56 @@ def test_the_time_of_a_step_counts_its_samples_and_the_rest_is_fixed(tmp_path: P
     # On a busy machine a step takes longer, and gets less of the processor.
     for seconds, percent in ((9.0, 100.0), (0.5, 150.0), (1.0, 75.0), (0.6, 150.0), (None, None)):
         lines.append({"seconds_per_step": seconds, "cpu_percent": percent})
-    write_csv(tmp_path / "timed" / "history.csv", lines)
+    write_csv(tmp_path / "fine" / "timed" / "history.csv", lines)
     own = runs.MedsegRuns(study_in(tmp_path), tmp_path, 5)
-    fixed_s, step_s = own.costs(40.0)
+    fixed_s, step_s = own.costs("fine", 40.0)
     assert step_s == pytest.approx(0.5 * 1.5)
     assert fixed_s == pytest.approx(40.0 - 24 * 0.75)
-    assert own.costs(1.0)[0] == 0
+    assert own.costs("fine", 1.0)[0] == 0
+
+
+@pytest.mark.parametrize("stages", [["single"], ["coarse", "fine"]])
+def test_the_stages_that_configure_chooses_share_the_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: list[str]
+) -> None:
+    commands: list[tuple[str, ...]] = []
+
+    def run(own: runs.MedsegRuns, command: str, *arguments: str) -> dict[str, float]:
+        """Write what the commands write; a step takes 0.5 s, the rest of a training 8 s."""
+        commands.append((command, *arguments))
+        if command == "configure":
+            setting = {"spacing_mm": [3, 2, 2], "patch_size": [8, 16, 16], "batch_size": 1}
+            settings = [{**setting, "stage": stage, "steps": 100} for stage in stages]
+            costs = {"stages": [{"step_s": 1.0}, {"step_s": 3.0}][-len(stages) :]}
+            (tmp_path / "plan").mkdir()
+            text = json.dumps({"settings": settings, "costs": costs})
+            (tmp_path / "plan" / "configure.json").write_text(text, encoding="utf-8")
+        cpu_s = 60.0
+        if command == "train":
+            (run_dir,) = (Path(word[14:]) for word in arguments if word.startswith("hydra.run.dir"))
+            line = {"seconds_per_step": 0.5, "cpu_percent": 100.0}
+            write_csv(run_dir / "history.csv", [line, line, line])
+            (steps,) = (int(word[6:]) for word in arguments if word.startswith("steps="))
+            cpu_s = 8.0 + 0.5 * steps
+        return {"cpu_s": cpu_s, "peak_gib": 0.1 * len(commands)}
+
+    monkeypatch.setattr(runs.MedsegRuns, "_run", run)
+    row = runs.MedsegRuns(study_in(tmp_path), tmp_path, 10).point()
+    # 10 minutes for one stage; or 2.5 and 7.5 minutes, as `configure` has divided its hours.
+    steps = [1184] if stages == ["single"] else [284, 884]
+    assert row["iterations"] == " + ".join(map(str, steps))
+    assert row["cpu_minutes"] == pytest.approx(10)
+    assert row["spacing_mm"] == " + ".join(["3×2×2"] * len(stages))
+    trainings = [command for command in commands if command[0] == "train"]
+    files = ["experiment"] if stages == ["single"] else stages
+    for training, file in zip(trainings[1::2], files, strict=True):
+        assert f"experiment={tmp_path / 'plan' / file}.yaml" in training
+    *_, prediction = commands
+    for stage in stages:
+        checkpoint = tmp_path / stage / "run" / "checkpoints" / "last.ckpt"
+        assert f"{stage}={checkpoint}" in prediction
+    (prepare,) = (command for command in commands if command[0] == "prepare")
+    assert ("~spacing@spacings.coarse" in prepare) == (stages == ["single"])
 
 
 def study_in(folder: Path) -> runs.Study:
