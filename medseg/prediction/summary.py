@@ -11,6 +11,7 @@ from medseg.console import say
 from medseg.errors import UserError
 from medseg.evaluation.reports import information_in_report, read_bounds
 from medseg.findings import Severity
+from medseg.geometry.grid import rounded_ml
 from medseg.inference.segmentation import describe_bounds
 from medseg.io.spreadsheet import Link, Sheet, SheetColumn, write_spreadsheet
 from medseg.io.tables import read_csv, refuse_table, write_csv
@@ -441,7 +442,11 @@ def _row_of(name: str, report: Mapping[str, Any], total_label: str) -> dict[str,
     for label, values in figures_by_label.items():
         for figure in (VOLUME, *FIGURES_IN_HU):
             value = values.get(figure.key)
-            if value is not None:
+            if value is None:
+                continue
+            if figure is VOLUME:
+                row[f"{label}_{figure.ending}"] = rounded_ml(value)
+            else:
                 row[f"{label}_{figure.ending}"] = round(figure.factor * value, 2)
     row["dice_at_least"] = describe_bounds(read_bounds(report))
     # The first file is the label map, if it was saved.
