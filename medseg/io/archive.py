@@ -81,7 +81,7 @@ def _unpack(path: Path, folder: Path) -> None:
                 f"{path}: its files take {num_bytes / 2**30:.1f} GiB, but {scratch_folder()} has "
                 f"{free_bytes / 2**30:.1f} GiB free; set TMPDIR to a folder on a larger disk."
             )
-        # Members are extracted into a folder of their own first, as `extract` would overwrite a file
+        # Members are extracted into a folder of their own first: `extract` would overwrite a file
         # of the same name, and some programs pack the files of several series under one name.
         incoming = folder.with_name(f"{folder.name}.part")
         for member in members:
