@@ -182,7 +182,8 @@ class TrainedStage:
     def use_tiles(self, tile_size: tuple[int, int, int], measured: str = "") -> None:
         """Predict in tiles of a size; warn if the stage was validated in another.
 
-        Tiles show less context and change the statistics of norms.
+        Tiles show less context and change the statistics of norms. With another size than the
+        validated one the stage has no bound on Dice.
 
         Args:
             tile_size: Tile in voxels (z, y, x).
@@ -210,6 +211,8 @@ class TrainedStage:
         changed_text = "the labels"
         if measured:
             changed_text += f" ({measured})"
+        # It was calibrated on labels of the validated tiles.
+        self.dice_bound = None
         # Every result gets this warning, since the choice of the user changes all of them.
         self.warnings = (
             f"the {self.name} stage runs in tiles of {size_text} voxels instead of "

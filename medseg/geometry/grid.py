@@ -465,6 +465,22 @@ def voxel_ml(grid: VoxelGrid) -> float:
     return math.prod(grid.spacing_mm) / 1000.0
 
 
+def rounded_ml(volume_ml: float) -> float:
+    """Round a volume for a report: to two decimals or, below 1 ml, to three digits.
+
+    So the volume of a small lesion, or of an organ in a micro-CT, does not become 0.
+
+    Example:
+        >>> [rounded_ml(volume_ml) for volume_ml in (0.0, 1762.2534, 0.31249, 0.003)]
+        [0.0, 1762.25, 0.312, 0.003]
+    """
+    num_decimals = 2
+    if 0 < volume_ml < 1:
+        # Decimals up to the first digit that is not 0, and two more.
+        num_decimals += math.ceil(-math.log10(volume_ml))
+    return round(volume_ml, num_decimals)
+
+
 def _make_grid(
     shape: Sequence[int], spacing_mm: Sequence[float], origin_xyz_mm: np.ndarray, direction: Any
 ) -> VoxelGrid:

@@ -1,6 +1,7 @@
 """Zip archives, in which image portals and PACS export studies."""
 
 import calendar
+import itertools
 import os
 import shutil
 import tempfile
@@ -27,7 +28,7 @@ def unpacked(path: Path) -> Iterator[Path]:
     """Unpack a zip archive into a temporary folder of the same name, removed after the block.
 
     Archives within the archive stay packed. A member whose name leads out of the folder (`../a`) is
-    put inside the folder.
+    put inside the folder. Of members with one name, the second is called `2_<name>` and so on.
 
     Raises:
         UserError: If the archive cannot be read, needs a password, or does not fit on the disk.
@@ -80,11 +81,27 @@ def _unpack(path: Path, folder: Path) -> None:
                 f"{path}: its files take {num_bytes / 2**30:.1f} GiB, but {scratch_folder()} has "
                 f"{free_bytes / 2**30:.1f} GiB free; set TMPDIR to a folder on a larger disk."
             )
+        # Members are extracted into a folder of their own first: `extract` would overwrite a file
+        # of the same name, and some programs pack the files of several series under one name.
+        incoming = folder.with_name(f"{folder.name}.part")
         for member in members:
-            file = archive.extract(member, folder)
+            extracted = Path(archive.extract(member, incoming))
+            file = _free_path(folder / extracted.relative_to(incoming))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            extracted.rename(file)
             # `extract` sets the present time, but the time of the member decides whether an earlier
             # result is up to date. Some members have no valid time (ValueError). The time has no
             # zone and counts as UTC. Three zeros fill up the tuple: `timegm` does not use them.
             with suppress(ValueError):
                 time_s = calendar.timegm((*member.date_time, 0, 0, 0))
                 os.utime(file, (time_s, time_s))
+
+
+def _free_path(path: Path) -> Path:
+    """Choose a path that no file has: the path itself, else one with `2_`, `3_`, … in its name."""
+    free = path
+    for number in itertools.count(2):
+        if not free.exists():
+            break
+        free = path.with_name(f"{number}_{path.name}")
+    return free

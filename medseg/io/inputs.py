@@ -79,8 +79,13 @@ def image_in(folder: Path) -> Path | None:
     Returns:
         Path of the image; None if there is none, or more than one.
     """
-    images = [path for path in _scan_files(folder) if case_name(path) in CASE_IMAGES]
+    images = _case_images(folder)
     return images[0] if len(images) == 1 else None
+
+
+def _case_images(folder: Path) -> list[Path]:
+    """List the images in a folder of a case, see `image_in`, sorted by name."""
+    return [path for path in _scan_files(folder) if case_name(path) in CASE_IMAGES]
 
 
 def is_dicom_file(path: Path) -> bool:
@@ -274,6 +279,9 @@ def input_format(path: Path) -> str:
         kind = "file of another kind"
     if is_dicom:
         return "dicom"
+    if path.is_dir() and _case_images(path):
+        names = ", ".join(image.name for image in _case_images(path))
+        kind = f"folder with {names}; name one image of each case in a case table"
     raise UserError(f"{path}: expected {', '.join(SUFFIXES)} or a DICOM series, got a {kind}.")
 
 
@@ -284,7 +292,8 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
     label map beside them. Any other folder gives, sorted by name, its volume files, and one scan
     for each subfolder that holds DICOM files at any depth or an image `ct.nii.gz`. Other files
     (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be searched
-    counts as a scan, whose reading then fails.
+    counts as a scan, whose reading then fails, and so does one with several images beside other
+    scans, such as `ct.nii.gz` and `mri.nii.gz`.
 
     Args:
         path: File or folder.
@@ -329,6 +338,10 @@ def _list_folder(folder: Path, *, is_dicom: bool) -> list[tuple[str, Path]]:
             scans[subfolder] = scan
     if not scans:
         raise _no_scans(folder, subfolders)
+    # A case with several images, of which none can be chosen, must not be left out in silence.
+    for subfolder in subfolders:
+        if subfolder not in scans and _case_images(subfolder):
+            scans[subfolder] = subfolder
     cases = _by_case_name(folder, scans)
     return [(name, scans[entry]) for name, entry in cases.items()]
 

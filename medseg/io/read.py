@@ -29,6 +29,12 @@ def _open(
     Arguments and errors are those of `read_image`.
     """
     kind = input_format(path)
+    if num_channels > 1 and kind != "nifti":
+        # Otherwise every channel would be the same image.
+        raise UserError(
+            f"{path}: named as {num_channels} channels of one case, but only a NIfTI file can hold "
+            "several; give a file or folder for each channel."
+        )
     if kind == "dicom":
         from medseg.io.dicom.read import open_dicom
 
@@ -117,7 +123,8 @@ def read_image(
         modality: Modality of a DICOM series, as a task names it (`ct`, `mr`, or `other` for any);
             other files do not name theirs.
         channel: Which volume of a 4D NIfTI file, from 0.
-        num_channels: Volumes of a NIfTI file, one per channel; 1 for a 3D file.
+        num_channels: Volumes of a NIfTI file, one per channel; 1 for a 3D file. Files of other
+            formats hold one channel.
         files: DICOM files to read instead of searching the path for them; empty: search it.
 
     Returns:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.geometry.grid import VoxelGrid, voxel_ml
+from medseg.geometry.grid import VoxelGrid, rounded_ml, voxel_ml
 
 PERCENTILES = (5, 15, 50, 95)
 """Percentiles in the tables; the 15th is that of densitometry in chest CT."""
@@ -110,7 +110,7 @@ def _figures(
         is_hu: Whether the scan is in HU; otherwise `HU_FIGURES` are None.
     """
     num_voxels = int(histogram.sum())
-    volume: dict[str, float | None] = {"ml": round(ml_per_voxel * num_voxels, 2)}
+    volume: dict[str, float | None] = {"ml": rounded_ml(ml_per_voxel * num_voxels)}
     if not is_hu or num_voxels == 0:
         return volume | dict.fromkeys(HU_FIGURES)
     # Nearest-rank method: a percentile is the smallest value with as many voxels at or below it as

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from medseg import __version__
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelGrid, rounded_ml
 from medseg.inference.scan_model import ScanModel
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, volume_suffix
@@ -149,7 +149,7 @@ def _write_report(
         **scan.reading(),
         "identity": scan.identity_with(volume)._asdict(),
         "grid": asdict(volume.grid),
-        "volume_ml": {name: round(volume_ml, 2) for name, volume_ml in result.volumes_ml.items()},
+        "volume_ml": {name: rounded_ml(volume_ml) for name, volume_ml in result.volumes_ml.items()},
         "statistics": result.statistics,
         "total_statistics": result.total_statistics,
         "boxes": {name: box.to_dict() for name, box in result.boxes.items()},

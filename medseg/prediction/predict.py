@@ -17,7 +17,6 @@ from medseg.inference.options import Backend
 from medseg.io.archive import is_archive, unpacked
 from medseg.io.atomic import check_writable
 from medseg.io.inputs import is_dicomdir
-from medseg.io.tables import refuse_table
 from medseg.memory.options import Accelerator
 from medseg.prediction.batch import (
     BatchCase,
@@ -46,15 +45,12 @@ from medseg.prediction.scans import (
     output_paths,
 )
 from medseg.prediction.series import find_files, pick_series
-from medseg.prediction.summary import PAGE_FILE, SUMMARY_FILE, write_summary
+from medseg.prediction.summary import PAGE_FILE, check_summary, write_summary
 
 if TYPE_CHECKING:
     from medseg.io.dicom.frames import NoSlice
     from medseg.io.dicom.studies import Study
     from medseg.task import Task
-
-# First columns of the `summary.csv` of `evaluate`. They tell it from the `summary.csv` of a batch.
-EVALUATION_COLUMNS = ("region", "trust", "metric")
 
 
 def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
@@ -152,11 +148,7 @@ def _predict_source(
     # holds one scan; but an output that is a file leaves no place for a summary.
     is_batch = _may_hold_several(source) and output not in outputs
     if is_batch:
-        refuse_table(
-            output / SUMMARY_FILE,
-            EVALUATION_COLUMNS,
-            f"the scores of an evaluation; give another output than {output}",
-        )
+        check_summary(output, protected)
     page = output / PAGE_FILE if is_batch else None
     cases = _place_results(scans, outputs, range_models[0], config.save, protected, page)
     if is_on_ray:

@@ -181,6 +181,7 @@ def _scans_of_table(
     protected = {file: f"a file of the case {name}" for name, file in named_files(path)}
     for case in table:
         protected[case.image] = f"the scan of the case {case.name}"
+    protected[path] = "the case table"
     return scans, protected
 
 

@@ -7,7 +7,7 @@ of a case table.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,33 +48,49 @@ def pick_series(
 
     Returns:
         A scan for each study, with its series; sorted by name. The scan of a study without a series
-        that can be chosen has a refusal. Scans without a DICOM volume stay as they are.
+        that can be chosen has a refusal. Scans without a DICOM volume stay as they are, except for
+        folders that hold only the rest of a study, such as its localiser.
     """
     candidates_by_study: dict[str, list[Candidate]] = {}
+    # Scans without a volume, each with its series.
+    without_volume: list[tuple[Scan, list[ListedSeries]]] = []
     picked: list[Scan] = []
     for scan in scans:
-        volumes = _volumes_of(scan, modality, on_file)
+        all_series: list[ListedSeries] = []
+        if may_hold_studies(scan):
+            all_series = _list_all(scan, modality, on_file)
+        # A series that is no volume has no shape.
+        volumes = [listed for listed in all_series if listed.shape]
         if not volumes:
-            # The reader of the scan reports which files are there instead.
-            picked.append(scan)
-            continue
+            without_volume.append((scan, all_series))
         for listed in volumes:
             # Where the headers name no study, each folder counts as one.
             study = listed.series.scope if listed.series.study else scan.name
             candidates = candidates_by_study.setdefault(study, [])
             candidates.append(Candidate(scan, listed))
+    for scan, all_series in without_volume:
+        # The reader of the scan reports which files are there instead of a volume.
+        if not _are_rest(all_series, candidates_by_study):
+            picked.append(scan)
     for candidates in candidates_by_study.values():
         picked.append(_pick_one(candidates, rule))
     return sorted(picked, key=lambda scan: scan.name)
 
 
-def _volumes_of(scan: Scan, modality: str, on_file: Callable[[], None]) -> list[ListedSeries]:
-    """List the series of a scan that are volumes; none if it is not DICOM."""
-    if not may_hold_studies(scan):
-        return []
-    all_series = _list_all(scan, modality, on_file)
-    # A series that is no volume has no shape.
-    return [listed for listed in all_series if listed.shape]
+def _are_rest(all_series: Sequence[ListedSeries], studies: Collection[str]) -> bool:
+    """Tell whether a folder holds only the rest of studies whose volumes lie in other folders.
+
+    The rest are localisers, reports and other objects that can be read and are no volume.
+
+    Args:
+        all_series: The series of the folder, none of them a volume.
+        studies: The studies with a volume, see `Series.scope`.
+    """
+    for listed in all_series:
+        is_of_study = listed.series.study != "" and listed.series.scope in studies
+        if listed.is_damaged or not is_of_study:
+            return False
+    return bool(all_series)
 
 
 def _list_all(scan: Scan, modality: str, on_file: Callable[[], None]) -> list[ListedSeries]:

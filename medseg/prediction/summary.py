@@ -11,13 +11,15 @@ from medseg.console import say
 from medseg.errors import UserError
 from medseg.evaluation.reports import information_in_report, read_bounds
 from medseg.findings import Severity
+from medseg.geometry.grid import rounded_ml
 from medseg.inference.segmentation import describe_bounds
 from medseg.io.spreadsheet import Link, Sheet, SheetColumn, write_spreadsheet
-from medseg.io.tables import read_csv, write_csv
+from medseg.io.tables import read_csv, refuse_table, write_csv
 from medseg.metrics.hu_statistics import EMPHYSEMA_HU, PERCENTILES
 from medseg.prediction.batch import BatchCase
 from medseg.prediction.case_report import locked_folder, read_report, report_path
 from medseg.prediction.result_files import ENDINGS
+from medseg.prediction.scans import check_outputs
 from medseg.report.case_viewer import structures_of
 from medseg.report.contact_sheet import Card, write_contact_sheet
 from medseg.task import Task
@@ -25,6 +27,8 @@ from medseg.task import Task
 SUMMARY_FILE = "summary.csv"
 SPREADSHEET_FILE = "summary.xlsx"
 PAGE_FILE = "index.html"
+# First columns of the `summary.csv` of `evaluate`. They tell it from the `summary.csv` of a batch.
+EVALUATION_COLUMNS = ("region", "trust", "metric")
 # Separates the sentences of a cell in `summary.csv`.
 SEPARATOR = " | "
 # Explanation of the column `status`.
@@ -206,6 +210,36 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
             has_failed_case = any(case.exit_code for case in cases)
             if not has_failed_case:
                 raise
+
+
+def check_summary(folder: Path, protected: Mapping[Path, str]) -> None:
+    """Refuse a folder in which the summary would overwrite a file of the input or another table.
+
+    Args:
+        folder: Folder of the results.
+        protected: Description of each file of the input, from `find_scans`.
+
+    Raises:
+        UserError: Names the file.
+    """
+    names = (SUMMARY_FILE, SPREADSHEET_FILE, PAGE_FILE)
+    check_outputs([folder / name for name in names], protected)
+    path = folder / SUMMARY_FILE
+    refuse_table(
+        path,
+        EVALUATION_COLUMNS,
+        f"the scores of an evaluation; give another output than {folder}",
+    )
+    try:
+        rows = read_csv(path)
+    except UserError:  # there is no table, or a damaged one, which `write_summary` reports
+        return
+    is_other = bool(rows) and not rows[0].keys() >= {"case", "status"}
+    if is_other:
+        raise UserError(
+            f"{path}: expected the table of an earlier prediction, got another one, which would be "
+            f"overwritten; move it away or give another output than {folder}"
+        )
 
 
 def _write_files(
@@ -408,7 +442,11 @@ def _row_of(name: str, report: Mapping[str, Any], total_label: str) -> dict[str,
     for label, values in figures_by_label.items():
         for figure in (VOLUME, *FIGURES_IN_HU):
             value = values.get(figure.key)
-            if value is not None:
+            if value is None:
+                continue
+            if figure is VOLUME:
+                row[f"{label}_{figure.ending}"] = rounded_ml(value)
+            else:
                 row[f"{label}_{figure.ending}"] = round(figure.factor * value, 2)
     row["dice_at_least"] = describe_bounds(read_bounds(report))
     # The first file is the label map, if it was saved.

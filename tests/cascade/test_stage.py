@@ -15,6 +15,7 @@ import torch
 from oracle import TASK, CoarseOracle, FineOracle, scan, stage
 from torch import Tensor, nn
 
+from medseg.cascade.bound import DiceBound
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import TrainedStage, flips
 from medseg.errors import UserError
@@ -112,6 +113,17 @@ def test_tiles_of_another_size_than_in_training_are_warned_of(
     ]
     assert len(told) == is_told
     assert not any("as in training" in one for one in told), "nothing is known of other weights"
+
+
+@pytest.mark.parametrize(("tile_size", "has_bound"), [((32, 32, 32), False), ((96, 96, 96), True)])
+def test_the_bound_on_dice_holds_for_the_tiles_of_its_calibration_only(
+    tile_size: tuple[int, int, int], has_bound: bool
+) -> None:
+    bound = DiceBound(0.5, 0.9, 20)
+    fine = stage(Sloped(), "fine", tile_size=(96, 96, 96), dice_bound=bound)
+    fine.use_tiles(tile_size)
+    cascade = Cascade(stage(CoarseOracle(), "coarse", dice_bound=bound), fine)
+    assert (cascade.dice_bound == bound) == has_bound
 
 
 def test_only_the_included_weights_are_told_what_tiles_were_measured_to_change() -> None:

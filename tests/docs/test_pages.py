@@ -58,6 +58,12 @@ def test_a_page_is_short_and_narrow(page: Path) -> None:
     assert not wide
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_holds_no_marks_of_an_unfinished_merge(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if re.match(r"<{7} |={7}$|>{7} ", line)]
+
+
 def test_each_decision_of_a_package_is_on_the_index() -> None:
     decisions = set()
     for page in PAGES:

@@ -32,3 +32,14 @@ def test_an_archive_that_cannot_be_opened_is_not_a_full_disk(tmp_path: Path) -> 
         unpacked(path),
     ):
         pass
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_members_of_one_name_are_all_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in (("d/IM1", "a"), ("d/IM1", "b"), ("../d/IM1", "c"), ("d/IM2", "d")):
+            archive.writestr(name, content)
+    with unpacked(path) as folder:
+        files = {file.name: file.read_text() for file in (folder / "d").iterdir()}
+    assert files == {"IM1": "a", "2_IM1": "b", "3_IM1": "c", "IM2": "d"}

@@ -82,10 +82,14 @@ def test_a_folder_of_each_case_has_its_image(tmp_path: Path) -> None:
         write_image(tmp_path / name, make_hu(), grid)
     write_image(tmp_path / "plain.nii.gz", make_hu(), grid)
     assert list_inputs(tmp_path) == [
+        ("both", tmp_path / "both"),
         ("plain", tmp_path / "plain.nii.gz"),
         ("s0001", tmp_path / "s0001" / "ct.nii.gz"),
         ("s0002", tmp_path / "s0002" / "mri.nii"),
     ]
+    # A case is not left out in silence, although none of its images can be chosen.
+    with pytest.raises(UserError, match=r"both: .* got a folder with ct\.nii\.gz, ct\.nrrd; name"):
+        read_image(tmp_path / "both")
 
 
 def test_dicom_without_suffix(tmp_path: Path) -> None:

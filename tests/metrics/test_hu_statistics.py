@@ -75,3 +75,11 @@ def test_values_between_whole_numbers_count_as_the_nearest() -> None:
     ).labels["all"]
     assert [figures[f"p{percent}_hu"] for percent in PERCENTILES] == [-901, -901, -900, 31]
     assert figures["mean_hu"] == -655.0
+
+
+def test_the_volume_of_a_small_label_is_not_rounded_to_0() -> None:
+    labels = np.zeros((4, 5, 6), dtype=np.uint8)
+    labels[1, 2, 3:6] = 1
+    for spacing_mm, expected_ml in ((1.0, 0.003), (0.01, 3e-9)):
+        grid = VoxelGrid(labels.shape, (spacing_mm, spacing_mm, spacing_mm))
+        assert scan_statistics(None, labels, grid, {"lesion": 1}).total["ml"] == expected_ml

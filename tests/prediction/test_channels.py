@@ -194,6 +194,16 @@ def test_a_missing_channel_is_one_sentence(
         predict("[1,2]", folder / "out.nii.gz")
 
 
+def test_one_image_is_not_taken_for_two_channels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, ONE_STAGE)
+    (folder / "table.csv").write_text("case,image,image_1\nx,mr.nrrd,mr.nrrd\n")
+    assert predict(str(folder / "table.csv"), folder / "out") == 2
+    assert "mr.nrrd: named as 2 channels of one case, but only a NIfTI" in capsys.readouterr().err
+    assert not (folder / "out" / "x.nii.gz").exists()
+
+
 @pytest.mark.parametrize("key", ["input", "output", "split", "series_pick", "coarse", "weights"])
 def test_a_variable_that_the_shell_does_not_know_is_not_the_present_folder(key: str) -> None:
     texts = {"input": "ct", "output": "out"} | {key: ""}

@@ -145,6 +145,10 @@ def test_a_study_in_several_folders_gives_one_scan(tmp_path: Path) -> None:
         save_stack(
             tmp_path / "study" / name, image, heights_mm, uid=f"1.2.{number}", SeriesNumber=number
         )
+    # The localiser of the study in a folder of its own is no case.
+    localiser = {"SeriesNumber": 1, "ImageType": "ORIGINAL\\PRIMARY\\LOCALIZER"}
+    pixels = np.zeros((1, 8, 9), np.int16)
+    save_stack(tmp_path / "study" / "topo", pixels, [0.0], uid="1.2.1", **localiser)
     assert predict(tmp_path / "study", tmp_path / "out", "series_pick=thinnest") == 0
     assert written(tmp_path / "out") == ["thin"]
 

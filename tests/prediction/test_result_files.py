@@ -270,6 +270,23 @@ def test_scores_of_an_evaluation_are_not_replaced(scans: Path, tmp_path: Path) -
         predict(scans, out)
 
 
+def test_the_summary_replaces_neither_a_table_of_the_user_nor_the_input(
+    scans: Path, tmp_path: Path
+) -> None:
+    own = "patient,age\n1,70\n"
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "summary.csv").write_text(own)
+    with pytest.raises(UserError, match=r"out/summary\.csv: expected the table of an earlier pred"):
+        predict(scans, out)
+    assert (out / "summary.csv").read_text() == own
+    cases = "case,image,status\nx,a.nii.gz,new\n"
+    (scans / "summary.csv").write_text(cases)
+    with pytest.raises(UserError, match=r"scans/summary\.csv is the case table and would be over"):
+        predict(scans / "summary.csv", scans)
+    assert (scans / "summary.csv").read_text() == cases
+
+
 def test_the_viewer_of_a_case_table_compares_with_its_reference(
     scans: Path, tmp_path: Path
 ) -> None:

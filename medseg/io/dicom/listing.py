@@ -39,6 +39,7 @@ class ListedSeries:
         num_slices: Number of slice positions; if it is no stack of slices, number of images.
         fault: Why it cannot be read as a scan, as the end of a sentence; "" for a scan.
         is_unique: Whether no other patient or study has a series of this UID.
+        is_damaged: Whether a file of it cannot be read.
         part: Number of the part, from 1; 0 if the series is one stack.
         phase: See `Stack.phase`.
         kernel: Convolution kernel, or "".
@@ -54,6 +55,7 @@ class ListedSeries:
     num_slices: int
     fault: str
     is_unique: bool = True
+    is_damaged: bool = False
     part: int = 0
     phase: str = ""
     kernel: str = ""
@@ -237,6 +239,7 @@ def _list_one(
         num_slices=len(images),
         fault=damage or _reasons([*others, *single_slices]),
         is_unique=is_unique,
+        is_damaged=bool(damage),
         kernel=kernel,
     )
     if not stacks:
@@ -286,6 +289,7 @@ def _loose_entry(image: NoSlice) -> ListedSeries:
         num_bytes=num_bytes,
         num_slices=0,
         fault=_damage([image]),
+        is_damaged=True,
     )
 
 
