@@ -6,11 +6,14 @@ refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
 from omegaconf import DictConfig, OmegaConf
 
 from medseg.config.overrides import text_of
@@ -25,6 +28,15 @@ KEY = "init_from"
 NETWORK = "medseg.models.plan_unet.PlanUNet"
 # Groups whose arguments, if the user gives any, can state a key of `PLANNED`.
 GROUPS = ("task", "stage", "spacing", "inference", "experiment", "+imported")
+# Those among them whose values decide what a plan sets; of the others the names suffice.
+DECIDING_GROUPS = ("task", "experiment", "+imported")
+# Options of Hydra for a multirun, and the kinds of its sweeps whose values are listed.
+MULTIRUN_OPTIONS = frozenset({"-m", "--multirun"})
+LISTED_SWEEPS = (
+    ValueType.CHOICE_SWEEP,
+    ValueType.SIMPLE_CHOICE_SWEEP,
+    ValueType.RANGE_SWEEP,
+)
 # Keys of the normalisation.
 CHANNEL_KEYS = frozenset({"task.channels", "task.window_hu"})
 # Keys that a plan sets unless the command line or an experiment states them.
@@ -100,18 +112,85 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
     if not {"stage", "experiment"} & values.keys():
         stage_arguments = ["stage=single"]
     deciding = [*stage_arguments, *_arguments_of(GROUPS, arguments)]
+    choices = []
+    for job in _jobs(deciding, arguments):
+        choices.append(_choose(plan, job, compose))
+    first = choices[0]
+    if any(choice.arguments != first.arguments for choice in choices):
+        raise UserError(
+            f"{KEY}={path}: the plan would set other keys in some jobs of this multirun; start one "
+            "command for each value of task and experiment"
+        )
+    _tell(path, plan, first)
+    planned = [*stage_arguments, *first.arguments]
+    # Of two arguments of a key, Hydra takes the later one: the user's.
+    return [*planned, *arguments]
+
+
+class _Choice(NamedTuple):
+    """What a plan decides.
+
+    Attributes:
+        arguments: Arguments for the network, the grid and the channels.
+        composed: Configuration of the user's arguments.
+        channels: Items of `task.channels`.
+        stated: Keys among `PLANNED` that the user states.
+    """
+
+    arguments: list[str]
+    composed: DictConfig
+    channels: list[dict[str, Any]]
+    stated: set[str]
+
+
+def _choose(plan: NnunetPlan, deciding: Sequence[str], compose: Compose) -> _Choice:
+    """Choose the arguments of a plan for one job.
+
+    Args:
+        plan: The plan.
+        deciding: The user's arguments that set a key of `GROUPS`.
+        compose: See `with_plan`.
+    """
     composed, _ = compose(deciding)
     stated = _stated(deciding, composed, compose)
     channels, scales_and_shifts = _channels_of(plan, composed, stated)
-    planned = [
-        *stage_arguments,
+    arguments = [
         *_network_arguments(plan, scales_and_shifts),
         *_grid_arguments(plan, stated),
         *_channel_arguments(channels, stated),
     ]
-    _tell(path, plan, composed, channels, stated)
-    # Of two arguments of a key, Hydra takes the later one: the user's.
-    return [*planned, *arguments]
+    return _Choice(arguments, composed, channels, stated)
+
+
+def _jobs(deciding: Sequence[str], arguments: Sequence[str]) -> list[list[str]]:
+    """List the deciding arguments of the jobs of a multirun; of another command those of its run.
+
+    Only the values of a task or an experiment decide what the plan sets. A sweep over another key
+    counts by its first value, because only its name matters.
+
+    Args:
+        deciding: The user's arguments that set a key of `GROUPS`.
+        arguments: All arguments, with the option for a multirun.
+    """
+    if MULTIRUN_OPTIONS.isdisjoint(arguments):
+        return [list(deciding)]
+    values_of_arguments = []
+    for argument in deciding:
+        values = _swept(argument)
+        if not _arguments_of(DECIDING_GROUPS, [argument]):
+            values = values[:1]
+        values_of_arguments.append(values)
+    return [list(job) for job in itertools.product(*values_of_arguments)]
+
+
+def _swept(argument: str) -> list[str]:
+    """List an argument with each value of its sweep; an argument without a sweep alone."""
+    override = OverridesParser.create().parse_override(argument)
+    # The values of other sweeps, such as `interval(0,1)`, are not known here.
+    if override.value_type not in LISTED_SWEEPS:
+        return [argument]
+    key = override.get_key_element()
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
 def _arguments_of(keys: Sequence[str], arguments: Sequence[str]) -> list[str]:
@@ -280,14 +359,9 @@ def _channel_arguments(channels: Sequence[dict[str, Any]], stated: set[str]) -> 
     return [f"task.channels={text_of(list(channels))}", "task.window_hu=null"]
 
 
-def _tell(
-    path: Path,
-    plan: NnunetPlan,
-    composed: DictConfig,
-    channels: Sequence[dict[str, Any]],
-    stated: set[str],
-) -> None:
+def _tell(path: Path, plan: NnunetPlan, choice: _Choice) -> None:
     """Tell what the plan decides, and what it leaves to the user."""
+    _, composed, channels, stated = choice
     parts = [f"the network ({plan.network['class']})"]
     if "spacing" not in stated:
         spacing_mm = "×".join(f"{mm:g}" for mm in _in_stored_order(plan.spacing_mm, plan))

@@ -181,7 +181,8 @@ def read_pair(
         label_values: Value in the reference file to label name.
 
     Returns:
-        Both label maps, oriented to LPS and 0 where the reference has the ignore label.
+        Both label maps, oriented to LPS and 0 where the reference has the ignore label. Helper
+        labels are 0 too, as in the results of `predict`: they belong to no region.
 
     Raises:
         UserError: If a label map is missing or cannot be read, there are two predictions, the grids
@@ -193,7 +194,7 @@ def read_pair(
     if reference.labels is None:
         raise UserError("the case has no reference; give its label map")
     if prediction.masks:
-        pred_volume = _merge_masks(prediction.masks)
+        pred_volume = _merge_masks(prediction.masks, task)
     else:
         pred_volume = read_labels(prediction.path)
     # A reference in DICOM is read on the grid of its scan.
@@ -230,13 +231,42 @@ def read_pair(
             f"{pred.max()}, expected 0 to {len(task.labels)} (task {task.name}); "
             "evaluate label maps of this task"
         )
-    target = task_values(target, reference.labels, task, names_by_value)
+    # `kept` had helper labels, so that structures overlap as in the targets of the training.
+    target = task_values(target, reference.labels, task.without_helpers(), names_by_value)
+    pred = _without_helpers(pred, prediction.path, task)
     if task.ignore_label is not None:
         # Background in both maps, so that the scores leave ignored voxels out.
         is_ignored = target == task.ignore_label
         pred = np.where(is_ignored, 0, pred)
         target = np.where(is_ignored, 0, target).astype(np.uint8)
     return LabelPair(pred, target, grid, warnings)
+
+
+def _without_helpers(pred: np.ndarray, path: Path, task: Task) -> np.ndarray:
+    """Set the helper labels of a prediction to 0, such as those of a network of one stage.
+
+    Args:
+        pred: Label map (D, H, W).
+        path: Its file. The report beside it, if there is one, names the labels.
+        task: Values of the labels.
+
+    Raises:
+        UserError: If the prediction has a helper label that its report does not name: the value
+            then stands for another label, and the prediction is of another task.
+    """
+    for name in task.helper_labels:
+        is_helper = pred == task.labels[name]
+        if not is_helper.any():
+            continue
+        names = labels_of_report(path.with_name(f"{case_name(path)}.json"))
+        if names and name not in names:
+            raise UserError(
+                f"the prediction {path.name} holds the value {task.labels[name]}, which is {name} "
+                f"in the task {task.name}, but its labels are {', '.join(names)}; give the task of "
+                "the prediction (task=<name> or task=<file>.yaml)"
+            )
+        pred = np.where(is_helper, 0, pred)
+    return pred
 
 
 def check_grid(
@@ -274,14 +304,25 @@ def _key(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _merge_masks(masks: Mapping[str, Path]) -> Volume:
-    """Merge the masks of a prediction into a label map; the n-th mask has the value n, from 1.
+def _merge_masks(masks: Mapping[str, Path], task: Task) -> Volume:
+    """Merge the masks of a prediction into a label map.
+
+    The n-th mask has the value n, from 1. Only the results of a task with helper labels, which have
+    no mask, may leave out values: their masks have the values of the task.
+
+    Args:
+        masks: Label to the file of its mask, in the order of the label values.
+        task: Task of the evaluation.
 
     Raises:
         UserError: If a mask cannot be read, or their grids differ.
     """
+    result_labels = task.without_helpers().labels
+    values = list(range(1, 1 + len(masks)))
+    if list(masks) == list(result_labels):
+        values = list(result_labels.values())
     merged = None
-    for value, path in enumerate(masks.values(), start=1):
+    for value, path in zip(values, masks.values(), strict=True):
         mask = read_labels(path)
         if merged is None:
             # The label map gets the grid and metadata of the first mask.

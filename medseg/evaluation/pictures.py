@@ -50,7 +50,7 @@ def draw_overlay(
         grid.spacing_mm,
         path=folder / f"{scan.name}.png",
         title=scan.name,
-        label_names={value: name for name, value in task.labels.items()},
+        label_names={value: name for name, value in task.without_helpers().labels.items()},
         window_hu=task.channels[0].window_hu,
     )
     return warnings
@@ -140,7 +140,9 @@ def _write_viewer(
     image, _ = _read_image(scan, grid, task)
     # Only CT has values in HU.
     image_hu = image if task.is_ct else None
-    statistics = scan_statistics(image_hu, pred, grid, task.labels)
-    volumes = pack_case(image, pred, grid, target, task)
+    # `pred` and `target` have no helper labels.
+    result_task = task.without_helpers()
+    statistics = scan_statistics(image_hu, pred, grid, result_task.labels)
+    volumes = pack_case(image, pred, grid, target, result_task)
     report = read_case_report(prediction.path)
-    write_case_viewer(viewer, volumes, statistics, report, task)
+    write_case_viewer(viewer, volumes, statistics, report, result_task)

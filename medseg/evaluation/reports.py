@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from medseg.data.case_table import Case
+from medseg.data.source_files import is_here, is_same_source
 from medseg.errors import UserError
 from medseg.evaluation.matching import Reference
 from medseg.findings import Severity
@@ -55,6 +56,9 @@ def check_labels(prediction: Path, task: Task) -> None:
         report = read_json(beside(prediction, ".json"))
         names = list(map(str, report["volume_ml"]))  # in the order of the values
     except _NO_REPORT:
+        return
+    # The results of this task name no helper labels, whose values may lie between the others.
+    if names == list(task.without_helpers().labels):
         return
     task_names = list(task.labels)
     common_names = set(names) & set(task_names)
@@ -138,18 +142,39 @@ def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
         return reference.case
     try:
         report = read_json(beside(prediction, ".json"))
-        scan = Case(
+        path = _path_of_scan(report)
+        if path is None:
+            return None
+        return Case(
             reference.name,
-            Path(report["input"]),
+            path,
             labels=None,
             patient="",
             series=report["series"],
             hu=HuScale(**report["hu"]),
         )
-    except _NO_REPORT:
+    # OSError: a file that may be the scan cannot be read.
+    except (*_NO_REPORT, OSError):
         return None
-    # The scan may have been moved after the prediction.
-    return scan if scan.image.exists() else None
+
+
+def _path_of_scan(report: Mapping[str, Any]) -> Path | None:
+    """Find the scan of a report; None if it no longer exists.
+
+    The path that the user gave is relative to the folder in which `predict` ran. Elsewhere it may
+    lead to another patient's scan, so the absolute path comes first.
+    """
+    given_path = Path(report["input"])
+    source = report.get("source")
+    if not source:  # as in reports of older versions
+        return given_path if is_here(given_path) else None
+    path = Path(source["path"])
+    if is_here(path):
+        return path
+    # The scan may have been moved together with the prediction.
+    if is_here(given_path) and is_same_source(given_path, source):
+        return given_path
+    return None
 
 
 def beside(prediction: Path, ending: str) -> Path:

@@ -217,6 +217,11 @@ def finished_planes(
     # nnU-Net computes the weights of a 2D network without the axis of its single plane.
     weighted_shape = tile_shape[1:] if is_2d else tile_shape
     weights = tile_weights(weighted_shape).reshape(tile_shape).to(dtype)
+
+    def run_in_precision(tile: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Run the network; half logits, as of a GPU, get the precision of the sums before."""
+        run(tile, lambda planes: take(planes.to(torch.promote_types(planes.dtype, dtype))))
+
     first_unfinished = 0
     z_starts, y_starts, x_starts = all_starts(
         (depth, height, width), tile_shape, overlap, is_2d=is_2d
@@ -240,7 +245,7 @@ def finished_planes(
             columns = slice(x, x + tile_shape[2])
             tile_image = image[None, :, z : z + tile_shape[0], rows, columns].contiguous()
             tile_sums = _TileSums(sums, weights, z, (rows, columns))
-            run_mirrored(run, tile_image, axes, num_heads, tile_sums.add)
+            run_mirrored(run_in_precision, tile_image, axes, num_heads, tile_sums.add)
             _add(weight_sums, weights, z, (rows, columns))
 
 

@@ -21,6 +21,7 @@ from medseg.evaluation.matching import (
     read_pair,
     task_values,
 )
+from medseg.evaluation.reports import check_labels
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_labels
 from medseg.task import Channel, Region, Task
@@ -234,3 +235,63 @@ def test_a_negative_value_may_be_background() -> None:
     assert task_values(unsigned, Path("a.nii.gz"), task, values).ravel().tolist() == [0, 1, 1]
     with pytest.raises(UserError, match=r"holds the value -2, .* names -1, 1"):
         task_values(np.full((1, 1, 1), -2), Path("a.nii.gz"), task, values)
+
+
+GRID_10 = VoxelGrid((6, 8, 10), (3.0, 1.5, 2.0), (-10.0, 20.0, 7.0))
+HELPED = Task(
+    "kidneys",
+    {"left": 1, "spine": 2, "right": 3},
+    (Region("left", ("left",), "left"), Region("right", ("right",), "right")),
+    (Channel(window_hu=(-160.0, 240.0)),),
+)
+HELPED_VALUES: dict[int | str, str] = {1: "left", 2: "spine", 3: "right"}
+
+
+def _helped_labels() -> np.ndarray:
+    labels = np.zeros((6, 8, 10), dtype=np.uint8)
+    labels[1:5, 1:3, 1:4] = 3
+    labels[:, 4:7, 4:6] = 2
+    labels[1:5, 1:3, 6:9] = 1
+    return labels
+
+
+@pytest.mark.parametrize("saved", ["labels", "masks", "stage=single"])
+def test_a_helper_label_between_others_is_background_in_both_maps(
+    tmp_path: Path, saved: str
+) -> None:
+    labels = _helped_labels()
+    results = np.where(labels == 2, 0, labels)
+    names = ["left", "right"]
+    if saved == "masks":
+        for name in names:
+            mask = (labels == HELPED.labels[name]).astype(np.uint8)
+            write_labels(tmp_path / f"pred/a.{name}.nii.gz", mask, GRID_10)
+    elif saved == "labels":
+        write_labels(tmp_path / "pred/a.nii.gz", results, GRID_10)
+    else:
+        # A network of one stage predicts the helper label too.
+        names = list(HELPED.labels)
+        write_labels(tmp_path / "pred/a.nii.gz", labels, GRID_10)
+    report = json.dumps({"volume_ml": dict.fromkeys(names, 1.0)})
+    (tmp_path / "pred/a.json").write_text(report)
+    write_labels(tmp_path / "a.nii.gz", labels, GRID_10)
+    prediction = find_predictions(tmp_path / "pred")["a"]
+    check_labels(prediction.path, HELPED)
+    reference = Reference("a", tmp_path / "a.nii.gz")
+    pair = read_pair(prediction, reference, HELPED, HELPED_VALUES)
+    assert np.array_equal(pair.pred, results)
+    assert np.array_equal(pair.target, results)
+
+
+def test_the_value_of_a_helper_label_that_the_report_does_not_name_is_refused(
+    tmp_path: Path,
+) -> None:
+    # The labels of another task: its right kidney has the value 2.
+    labels = _helped_labels()
+    labels[labels == 3] = 2
+    write_labels(tmp_path / "pred/a.nii.gz", labels, GRID_10)
+    (tmp_path / "pred/a.json").write_text(json.dumps({"volume_ml": {"left": 1.0, "right": 1.0}}))
+    write_labels(tmp_path / "a.nii.gz", _helped_labels(), GRID_10)
+    prediction = find_predictions(tmp_path / "pred")["a"]
+    with pytest.raises(UserError, match=r"a\.nii\.gz holds the value 2, which is spine"):
+        read_pair(prediction, Reference("a", tmp_path / "a.nii.gz"), HELPED, HELPED_VALUES)

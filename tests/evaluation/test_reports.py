@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from medseg.data.case_table import Case
+from medseg.data.source_files import fingerprint
 from medseg.errors import UserError
 from medseg.evaluation.matching import Reference
 from medseg.evaluation.reports import check_labels, information_in_report, scan_of
@@ -83,6 +84,36 @@ def test_the_scan_of_a_case_is_in_its_report_unless_a_table_or_several_channels_
     assert scan_of(Reference("a", None, row), prediction, TASK) is row
     scan.unlink()
     assert scan_of(alone, prediction, TASK) is None
+
+
+def test_the_scan_does_not_depend_on_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "scan.nii.gz").write_text(f"the scan of {name}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path / "one")
+    scan = Path("scan.nii.gz")
+    report = {
+        "input": str(scan),
+        "series": None,
+        "hu": {"slope": 1.0, "offset": 0.0},
+        "source": fingerprint(scan),
+    }
+    (tmp_path / "a.json").write_text(json.dumps(report), encoding="utf-8")
+    prediction = tmp_path / "a.nii.gz"
+    alone = Reference("a", tmp_path / "ref.nii.gz")
+    # A file of the same name lies here too.
+    monkeypatch.chdir(tmp_path / "two")
+    case = scan_of(alone, prediction, TASK)
+    assert case is not None
+    assert case.image == tmp_path / "one" / "scan.nii.gz"
+    (tmp_path / "one" / "scan.nii.gz").rename(tmp_path / "scan.nii.gz")
+    assert scan_of(alone, prediction, TASK) is None
+    monkeypatch.chdir(tmp_path)
+    case = scan_of(alone, prediction, TASK)
+    assert case is not None, "the scan and the prediction were moved together"
+    assert case.image == scan
 
 
 def test_the_information_of_a_report_is_what_asks_for_nothing() -> None:

@@ -298,6 +298,34 @@ def test_weights_of_another_network_are_refused(make_folder: MakeFolder) -> None
         start(config)
 
 
+@pytest.mark.parametrize(
+    ("sweep", "setting"),
+    [
+        ("stage.batch_size=1,2", "spacing.target_spacing_mm=[2.0,3.0,4.0]"),
+        ("stage.batch_size=range(1,3)", "stage.patch_size=[32,24,40]"),
+        ("spacing=isotropic_1mm,isotropic_2mm", "stage.patch_size=[32,24,40]"),
+        # Both tasks have one channel, whose window is that of the plan.
+        ("task=kidneys,spine", "task.window_hu=null"),
+    ],
+)
+def test_a_multirun_may_sweep_over_keys_of_the_groups_that_a_plan_sets(
+    make_folder: MakeFolder, sweep: str, setting: str
+) -> None:
+    arguments = arguments_of(make_folder(toy_model()), "-m", sweep)
+    assert setting in arguments
+    assert arguments[-1] == sweep
+    sets_spacing = any(argument.startswith("spacing=") for argument in arguments[:-1])
+    assert sets_spacing != sweep.startswith("spacing=")
+
+
+def test_a_multirun_whose_jobs_need_other_keys_of_the_plan_is_refused(
+    make_folder: MakeFolder,
+) -> None:
+    folder = make_folder(toy_model())
+    with pytest.raises(UserError, match="one command for each value of task"):
+        arguments_of(folder, "-m", "task=kidneys,brain_tumour")
+
+
 @pytest.mark.parametrize("arguments", [["resume=run"], ["init_from=null"], ["init_from=w.ckpt"]])
 def test_other_starts_have_no_plan(arguments: list[str], make_folder: MakeFolder) -> None:
     overrides = list(arguments)

@@ -102,3 +102,19 @@ def test_folds_are_added_in_half_precision_one_after_the_other() -> None:
     mean = mean_planes((iter(fold) for fold in folds), 3, (5, 2, 3, 4))
     expected = (folds[0] + folds[1] + folds[2]) / 3
     assert torch.equal(torch.stack([plane.clone() for plane in mean]), expected)
+
+
+def test_float_sums_of_half_logits_are_neither_rounded_nor_infinite() -> None:
+    """The logits of a GPU are half: neither their products nor the mirrored sums may be."""
+
+    def run(tile: Tensor, take: Callable[[Tensor], None]) -> None:
+        take(torch.full((1, 2, *tile.shape[2:]), 7001.0).half())
+
+    image = torch.zeros(1, 6, 6, 8)
+    for axes in ((), (0, 1, 2)):
+        planes = finished_planes(run, image, (4, 4, 4), 2, axes, torch.float32)
+        for plane in planes:
+            assert plane.dtype == torch.float32
+            assert float((plane - 7000.0).abs().max()) < 0.01, "7001 is 7000 in half precision"
+    with pytest.raises(UserError, match=r"give inference\.sums=float"):
+        list(finished_planes(run, image, (4, 4, 4), 2, (), torch.half))
