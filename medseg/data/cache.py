@@ -54,7 +54,7 @@ from medseg.task import LabelValues, Task
 
 # Raise this number with every change by which the same sources give other arrays, another sidecar
 # or another folder name.
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 DIGEST_LENGTH = 8  # hexadecimal digits, in names of folders
 SIDECAR = "case.json"
 LABELS_FILE = "labels.npy"

@@ -162,6 +162,7 @@ def read_run(run_dir: Path, folder: Path) -> Run:
     if settings is None:  # a job that was refused has no configuration
         settings = {key: _parse_override(text) for key, text in overrides.items()}
     scores = read_scores(run_dir / VALIDATION_FILE)
+    history = read_history(run_dir / HISTORY_FILE)
     recorded_status = str(job.get("status") or "")
     status, message = latest_end(recorded_status, str(job.get("message") or ""), summary)
     return Run(
@@ -173,9 +174,9 @@ def read_run(run_dir: Path, folder: Path) -> Run:
         has_config=config is not None,
         overrides=_without_hidden_keys(overrides),
         summary=summary,
-        history=tuple(read_history(run_dir / HISTORY_FILE)),
+        history=tuple(history),
         pictures=tuple(_last_pictures(run_dir / "pictures", scores)),
-        cases=tuple(_best_step(scores)),
+        cases=tuple(_best_step(scores, history)),
     )
 
 
@@ -196,16 +197,33 @@ def _without_hidden_keys(values: Mapping[str, T]) -> dict[str, T]:
     return {key: value for key, value in values.items() if key not in HIDDEN_KEYS}
 
 
-def _best_step(scores: Sequence[CaseScore]) -> list[CaseScore]:
+def _best_step(
+    scores: Sequence[CaseScore], history: Sequence[Mapping[str, float]]
+) -> list[CaseScore]:
     """Select the scores of the step with the highest mean Dice; empty without scores.
 
-    Among several such steps the first one is selected: `best.ckpt` has its weights.
+    Among several such steps the first one is selected: `best.ckpt` has its weights. Helper labels,
+    which have no scores here, count in the mean Dice of the history.
     """
     scores_by_step: dict[int, list[CaseScore]] = defaultdict(list)
     for score in scores:
         scores_by_step[score.step].append(score)
+    dice_of_step = {}
+    for line in history:
+        if "step" in line and "val_dice" in line:
+            dice_of_step[int(line["step"])] = line["val_dice"]
+    # A damaged history may lack a step: then the means of the scores are compared alone.
+    is_complete = scores_by_step.keys() <= dice_of_step.keys()
+
+    def dices(step_scores: Sequence[CaseScore]) -> tuple[float, float]:
+        """Mean Dice of the history, which is rounded, and that of the scores."""
+        mean_dice = _mean_dice(step_scores)
+        if is_complete:
+            return dice_of_step[step_scores[0].step], mean_dice
+        return mean_dice, mean_dice
+
     # The file has its steps in ascending order, and `max` takes the first of equal values.
-    return max(scores_by_step.values(), key=_mean_dice, default=[])
+    return max(scores_by_step.values(), key=dices, default=[])
 
 
 def _mean_dice(scores: Sequence[CaseScore]) -> float:

@@ -18,17 +18,15 @@ from medseg.config.schema import CompareSpacingConfig
 from medseg.console import say
 from medseg.data.case_table import write_case_table
 from medseg.data.cases import find_sources
-from medseg.data.spacing import make_grid_rule
+from medseg.data.spacing import make_grid_rule, read_scan_grid
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.sizes import Shape, bounded_depth, network_size
 from medseg.io.atomic import check_writable, replace_text
-from medseg.io.read import read_grid
 from medseg.io.tables import read_csv, write_csv
 from medseg.memory.accounting import StepMemory
 from medseg.planning.step import count_memory
 from medseg.preprocess.options import SpacingOptions
-from medseg.preprocess.orient import oriented_grid
 from medseg.report.plots import Panel, draw_panels
 from medseg.report.spacings import (
     ALL,
@@ -58,6 +56,7 @@ from medseg.studies.train_arguments import (
     key_of,
     merge_arguments,
 )
+from medseg.task_options import make_task
 from medseg.training.network import find_divisor
 from medseg.training.options import TrainConfig
 
@@ -127,9 +126,10 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         raise UserError(
             "data.test_patients: no case with labels is held out; name patients of the case table"
         )
+    channels = make_task(config.task).channels
     grids = {}
     for case in cases:
-        grids[case.name] = oriented_grid(read_grid(case.image, case.series))
+        grids[case.name] = read_scan_grid(case, channels)
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}

@@ -4,7 +4,7 @@ The command scores the held-out scans and, on request, harder scans that are mad
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -15,7 +15,7 @@ from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, split_cases, write_case_table
 from medseg.data.importers.formats import read_cases
 from medseg.data.options import StageName
-from medseg.data.reference import file_values
+from medseg.data.reference import file_values, holds_structures
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable
 from medseg.preprocess.scale import HuScale
@@ -43,6 +43,7 @@ from medseg.studies.recipes import (
     stage_steps,
 )
 from medseg.studies.train_arguments import arguments_for_train, key_of, merge_arguments
+from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
 from medseg.wording import first_few, shell_line
 
@@ -90,13 +91,9 @@ def cross_validate(config: CrossValidateConfig) -> int:
         _check_fine_folds(config, cases, fine_cases)
     check_writable(output)
     task = make_task(config.task)
-    label_values = _label_map_values(config)
-    if config.diseased and not task.is_ct:
-        raise UserError(
-            "diseased=true paints in HU, but the first channel of the task is no CT; leave it out"
-        )
-    organs = organ_values(task, label_values)
-    folds = make_folds(cases, organs, config)
+    label_values = file_values(config.data.label_values or {})
+    _check_harder_scans(config, task, label_values, cases)
+    folds = make_folds(cases, organ_values(task, label_values), config)
     stages = CASCADE if is_cascade else (SINGLE,)
     if is_cascade:
         trainings = _cascade_trainings(config, arguments, cases, fine_cases, folds)
@@ -116,7 +113,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
     # Label to value, as in the user's argument; `label_values` above maps value to label.
     values_by_label = config.data.label_values or {}
     run_steps([evaluate_step(output, reference, plain(config.task), values_by_label)])
-    whole_rows = _write_tables(folds, output, organs, is_cascade)
+    whole_rows = _write_tables(folds, output, task, label_values, is_cascade)
     model = write_model(config, task, label_values, folds, whole_rows, stages, budget)
     for table in ("folds.md", POOLED_MD):
         print((output / table).read_text(encoding="utf-8"))
@@ -128,14 +125,14 @@ def cross_validate(config: CrossValidateConfig) -> int:
 
 
 def _write_tables(
-    folds: Folds, output: Path, organs: Mapping[str, Sequence[int]], is_cascade: bool
+    folds: Folds, output: Path, task: Task, label_values: LabelValues, is_cascade: bool
 ) -> list[Row]:
     """Write the tables of the study from the scores of `evaluate`.
 
     Returns:
         Rows of the whole scans, without the harder scans that are made from them.
     """
-    rows = fold_rows(folds, output, organs, is_cascade)
+    rows = fold_rows(folds, output, task, label_values, is_cascade)
     write_rows(rows, output, folds.names_by_heading)
     shutil.copyfile(output / "scores" / METRICS_FILE, output / METRICS_FILE)
     # Harder scans are no independent observations, so only whole scans are pooled.
@@ -245,19 +242,34 @@ def _single_trainings(
     return steps
 
 
-def _label_map_values(config: CrossValidateConfig) -> dict[int, str]:
-    """Map each value in the label maps to its label.
+def _check_harder_scans(
+    config: CrossValidateConfig, task: Task, label_values: LabelValues, cases: Sequence[Case]
+) -> None:
+    """Refuse harder scans that cannot be made: of masks or DICOM structures, or painted in MR.
+
+    Args:
+        config: Says whether partial scans are cut and disease is painted.
+        task: Has the channels.
+        label_values: Value, or name of a structure, in the reference files to label name.
+        cases: Cases of the study.
 
     Raises:
-        UserError: If the references are not one label map for each case.
+        UserError: If the references are not one label map for each case, or the scans are no CT.
     """
-    labels = file_values(config.data.label_values or {})
-    if not all(isinstance(value, int) for value in labels):
+    if config.diseased and not task.is_ct:
         raise UserError(
-            "data.label_values: cross_validate reads label maps, but these are names of masks or "
-            "DICOM structures; save one label map of each case"
+            "diseased=true paints in HU, but the first channel of the task is no CT; leave it out"
         )
-    return {value: label for value, label in labels.items() if isinstance(value, int)}
+    if not (config.pieces or config.diseased):
+        return
+    names = [value for value in label_values if isinstance(value, str)]
+    paths = [case.labels for case in cases if case.labels and holds_structures(case.labels)]
+    if names or paths:
+        raise UserError(
+            f"pieces=true and diseased=true cut label maps, but {[*paths, *names][0]} is no label "
+            "map but masks or DICOM structures; leave the two keys out, or save one label map of "
+            "each case"
+        )
 
 
 def _fold_arguments(

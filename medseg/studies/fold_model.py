@@ -4,7 +4,7 @@ The study's clean-up, bound on Dice and plausible volumes are added to the netwo
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ MODEL = "model"
 def write_model(
     config: CrossValidateConfig,
     task: Task,
-    label_values: Mapping[int, str],
+    label_values: LabelValues,
     folds: Folds,
     rows: Sequence[Row],
     stages: Sequence[str],
@@ -46,7 +46,7 @@ def write_model(
     Args:
         config: Names the folder of the study, and the experiments of a cascade.
         task: The task of the study.
-        label_values: Value in the reference files to label name.
+        label_values: Value, or name of a structure, in the reference files to label name.
         folds: The folds, whose runs have finished.
         rows: From `fold_rows`, of whole scans.
         stages: Stages of the model: `single` alone, or `coarse` and `fine`.
@@ -61,9 +61,7 @@ def write_model(
     model_task = task if is_cascade else task.as_one_stage()
     scored_names = {row["case"] for row in rows}
     scored_cases = [case for case in folds.cases.values() if case.name in scored_names]
-    # A copy for the type checker: `LabelValues` also allows text keys.
-    values: LabelValues = dict(label_values.items())
-    held_out = HeldOut(scored_cases, output / "predictions", model_task, values)
+    held_out = HeldOut(scored_cases, output / "predictions", model_task, label_values)
     volumes = measure_references(held_out)
     choice = choose_clean_up(held_out, volumes)
     # The bound is calibrated on the Dice after the clean-up, since a prediction states the bound

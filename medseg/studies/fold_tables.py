@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from medseg.data.case_table import Case
 from medseg.evaluation.scoring import METRICS
+from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.tables import Formats, markdown_table, read_csv, write_csv
 from medseg.report.spacings import distance_text
 from medseg.studies.folds import Folds
-from medseg.studies.pieces import oriented_labels
+from medseg.studies.held_out import reference_labels
+from medseg.task import LabelValues, Task
 
 # Row of folds.csv: column to value, for one scan and region.
 Row = dict[str, Any]
@@ -37,7 +38,8 @@ METRICS_FILE = "metrics.csv"
 def fold_rows(
     folds: Folds,
     output: Path,
-    organs: Mapping[str, Sequence[int]],
+    task: Task,
+    label_values: LabelValues,
     is_cascade: bool,
 ) -> list[Row]:
     """Make one row per scored case and region, with its fold and scores.
@@ -45,7 +47,8 @@ def fold_rows(
     Args:
         folds: Folds with the scored cases.
         output: Folder of the study.
-        organs: Name of each region to its values in the label files, from `organ_values`.
+        task: The task of the study.
+        label_values: Value, or name of a structure, in the reference files to label name.
         is_cascade: Whether two stages made the predictions. The rows then also have `agreement` (of
             the two stages) and `share_in_crop`.
     """
@@ -66,24 +69,27 @@ def fold_rows(
             # Without a box the coarse stage found no region. Agreement on an absent region says
             # nothing about the Dice of regions that are found, so it is left out.
             row["agreement"] = None if box is None else report["agreements"].get(region)
-            row["share_in_crop"] = share_in_crop(folds.cases[name], organs[region], box)
+            labels, grid = reference_labels(folds.cases[name], task, label_values)
+            row["share_in_crop"] = share_in_crop(labels, grid, task.part_values(region), box)
         rows.append(row)
     return rows
 
 
-def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None) -> float:
+def share_in_crop(
+    labels: np.ndarray, grid: VoxelGrid, values: Sequence[int], box: dict[str, Any] | None
+) -> float:
     """Measure the share of a region's reference voxels that lies in the crop of the fine stage.
 
     Args:
-        case: Case with labels.
-        values: Values of the region in the reference file.
+        labels: Label map of the reference, (D, H, W).
+        grid: Its grid.
+        values: Values of the region in it.
         box: Entry of the region under `boxes` in the report of the prediction; None if the coarse
             stage did not find the region.
 
     Returns:
         Share in [0, 1]; 1 if the reference has no voxel of the region.
     """
-    labels, grid = oriented_labels(case)
     # (number of the region's voxels, 3): indices (z, y, x) in the reference.
     indices = np.argwhere(np.isin(labels, values))
     if len(indices) == 0:

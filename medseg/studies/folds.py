@@ -16,7 +16,7 @@ from medseg.data.case_table import (
 from medseg.errors import UserError
 from medseg.studies.pieces import cut_partial_scans, paint_scan
 from medseg.studies.recipes import has_checkpoint
-from medseg.task import Task
+from medseg.task import LabelValues, Task
 from medseg.wording import first_few
 
 # Case table of the scans that a fold holds out, in the folder of the fold.
@@ -111,14 +111,14 @@ def _check_held_out(folder: Path, held_out: Sequence[Case], cases: Sequence[Case
         )
 
 
-def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[int]]:
-    """Map each organ to its values in the label files.
+def organ_values(task: Task, label_values: LabelValues) -> dict[str, list[int]]:
+    """Map each organ to its values in label maps, from which harder scans are made.
 
     An organ is a region of the task, or a label if the task has no regions.
 
     Args:
         task: Has the regions with their labels.
-        label_values: Value in the label files to label name.
+        label_values: Value in the label files to label name; names of structures are left out.
     """
     if task.regions:
         labels_of_organ = {region.name: region.labels for region in task.regions}
@@ -126,7 +126,11 @@ def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[
         labels_of_organ = {name: (name,) for name in task.labels}
     values_of_organ = {}
     for organ, labels in labels_of_organ.items():
-        values_of_organ[organ] = [value for value, label in label_values.items() if label in labels]
+        values = []
+        for value, label in label_values.items():
+            if isinstance(value, int) and label in labels:
+                values.append(value)
+        values_of_organ[organ] = values
     return values_of_organ
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.evaluation.matching import Prediction, Reference, read_pair
+from medseg.data.reference import read_reference
+from medseg.evaluation.matching import Prediction, Reference, read_pair, task_values
 from medseg.geometry.grid import VoxelGrid
+from medseg.preprocess.orient import orient
 from medseg.task import LabelValues, Task
 
 # Values of `Case.trust` of references that are used for clean-up, bound and plausible volumes. The
@@ -21,6 +23,35 @@ def patients_of(cases: Iterable[Case]) -> dict[str, str]:
     return {case.name: case.patient or case.name for case in cases}
 
 
+def reference_labels(
+    case: Case, task: Task, label_values: LabelValues
+) -> tuple[np.ndarray, VoxelGrid]:
+    """Read the reference of a case: a label map, masks or DICOM structures.
+
+    Args:
+        case: Case with labels.
+        task: Has the values of its labels.
+        label_values: Value, or name of a structure, in the reference file to label name.
+
+    Returns:
+        Label map (D, H, W) in the values of the task and the orientation of networks; its grid.
+
+    Raises:
+        UserError: If the reference cannot be read, or a value has no meaning.
+    """
+    assert case.labels is not None, "only cases with labels are scored"
+    volume, names_by_value = read_reference(
+        case.labels,
+        label_values,
+        image=case.image,
+        series=case.series,
+        modality=task.channels[0].modality,
+        kept=task.values,
+    )
+    labels, grid, _ = orient(volume.array, volume.grid)
+    return task_values(labels, case.labels, task, names_by_value), grid
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """Held-out predictions and their references.
@@ -29,7 +60,7 @@ class HeldOut:
         cases: Scans that have a prediction and a reference.
         predictions: Folder of the predicted label maps, `<case>.nii.gz`.
         task: Task of the model that made the predictions.
-        label_values: Value in the reference files to label name.
+        label_values: Value, or name of a structure, in the reference files to label name.
     """
 
     cases: Sequence[Case]

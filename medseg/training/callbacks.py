@@ -1,6 +1,7 @@
 """Monitoring callbacks: pictures and scores of validation cases, and distortion of fixed crops."""
 
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,8 @@ class ValidationPictures(pl.Callback):
 class ValidationScores(pl.Callback):
     """Writes the Dice of each case and label at the best and the last validation into a CSV file.
 
-    A resumed run drops the rows that came after its checkpoint.
+    A resumed run drops the rows that came after its checkpoint. The best validation is that of
+    `best.ckpt`: helper labels, which have no row, count in its mean Dice too.
 
     Args:
         path: CSV file.
@@ -121,6 +123,8 @@ class ValidationScores(pl.Callback):
     Attributes:
         patients: Patient by case; filled by the caller once the data module is made.
         rows: Rows of the file, those of at most two validations.
+        best_step: Step of the best validation; None before the first one.
+        best_dice: Its mean Dice over all classes, as in the column `val_dice` of the history.
     """
 
     def __init__(self, path: Path, pictures: ValidationPictures) -> None:
@@ -128,27 +132,47 @@ class ValidationScores(pl.Callback):
         self.pictures = pictures
         self.patients: Mapping[str, str] = {}
         self.rows: list[dict[str, Any]] = []
+        # These two are saved in the checkpoint under their names.
+        self.best_step: int | None = None
+        self.best_dice = -math.inf
+
+    def state_dict(self) -> dict[str, Any]:
+        """Describe the best validation, for the checkpoint."""
+        return {"best_step": self.best_step, "best_dice": self.best_dice}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of a checkpoint over; its keys are attributes."""
+        vars(self).update(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the rows up to the checkpoint."""
-        if trainer.is_global_zero:
-            rows = earlier_rows(self.path, _typed_rows)
-            self.rows = [row for row in rows if row["step"] <= trainer.global_step]
+        if not trainer.is_global_zero:
+            return
+        rows = earlier_rows(self.path, _typed_rows)
+        self.rows = [row for row in rows if row["step"] <= trainer.global_step]
+        # Checkpoints of older versions do not state the best validation.
+        if self.best_step is None and self.rows:
+            rows_by_step: dict[int, list[dict[str, Any]]] = {}
+            for row in self.rows:
+                rows_by_step.setdefault(row["step"], []).append(row)
+            dice_of_step = {}
+            for step, step_rows in rows_by_step.items():
+                dice_of_step[step] = _mean_dice(step_rows)
+            self.best_step = max(dice_of_step, key=dice_of_step.__getitem__)
+            self.best_dice = dice_of_step[self.best_step]
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the rows of this validation and of the best one before it."""
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        rows_by_step: dict[int, list[dict[str, Any]]] = {}
-        for row in self.rows:
-            rows_by_step.setdefault(row["step"], []).append(row)
-        best_rows = max(rows_by_step.values(), key=_mean_dice, default=[])
         module: Any = pl_module  # a `SegmentationModule`
         latest_rows = []
+        dices = []
         # A Dice has the class of its label as key, another score the name of its metric.
         for (case, region, class_or_metric), score in module.case_scores.items():
             if not isinstance(class_or_metric, int):
                 continue
+            dices.append(score)
             label = self.pictures.views[region].label_names.get(class_or_metric)
             if not label:
                 continue
@@ -163,8 +187,13 @@ class ValidationScores(pl.Callback):
                 }
             )
         # A resumed run may repeat the best validation: its new rows replace the old ones.
-        earlier_best_rows = [row for row in best_rows if row["step"] != trainer.global_step]
+        earlier_best_rows = []
+        if self.best_step != trainer.global_step:
+            earlier_best_rows = [row for row in self.rows if row["step"] == self.best_step]
         self.rows = earlier_best_rows + latest_rows
+        if dices and fmean(dices) > self.best_dice:
+            self.best_step = trainer.global_step
+            self.best_dice = fmean(dices)
         write_csv(self.path, self.rows, SCORE_COLUMNS)
 
 

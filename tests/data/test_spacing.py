@@ -12,11 +12,13 @@ import pytest
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
-from medseg.data.spacing import find_spacing, make_grid_rule
+from medseg.data.case_table import Case
+from medseg.data.spacing import find_spacing, make_grid_rule, read_scan_grid
 from medseg.errors import UserError
 from medseg.io.tables import write_csv
 from medseg.planning.step import input_shape
 from medseg.runs.folder import load_config, open_run
+from medseg.task import Channel
 from medseg.training.options import TrainConfig
 
 
@@ -51,6 +53,18 @@ def test_the_spacing_of_a_case_is_that_of_the_axes_after_orientation(
     config = compose(f"data.cases='{tmp_path / 'cases.csv'}'", "spacing=dataset_median")
     with pytest.raises(UserError, match="damaged"):
         find_spacing(config.spacing, config.data, config.task)
+
+
+def test_the_grid_of_a_scan_is_read_from_a_file_of_all_channels(tmp_path: Path) -> None:
+    """Two sequences of MR in one file, as in the prostate of the Decathlon."""
+    path = tmp_path / "mr.nii.gz"
+    affine = np.diag([-0.6, -0.7, 4.0, 1.0])
+    nibabel.save(nibabel.Nifti1Image(np.zeros((6, 7, 8, 2), np.int16), affine), path)
+    channels = [Channel("mr", None, "zscore")] * 2
+    grid = read_scan_grid(Case("a", path, None, "a"), channels)
+    assert grid.spacing_mm == pytest.approx((4.0, 0.7, 0.6))
+    with pytest.raises(UserError):
+        read_scan_grid(Case("a", path, None, "a"), channels[:1])
 
 
 @pytest.mark.parametrize("average", ["median", "mean"])

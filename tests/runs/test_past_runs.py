@@ -65,6 +65,7 @@ def test_the_best_validation_has_the_scores_of_cases_and_the_last_one_the_pictur
         "80,f",
     ]
     (tmp_path / "0" / "validation.csv").write_text("\n".join(rows) + "\n")
+    (tmp_path / "0" / "history.csv").write_text("step,val_dice\n40,0.8\n80,0.65\n")
     (tmp_path / "0" / "pictures").mkdir()
     for step in (40, 80):
         (tmp_path / "0" / "pictures" / f"step_{step:06d}_0.png").touch()
@@ -85,6 +86,16 @@ def test_of_two_equal_steps_the_first_counts_as_for_best_ckpt(tmp_path: Path) ->
     (tmp_path / "0" / "validation.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     run = read_run(tmp_path / "0", tmp_path)
     assert [(score.step, score.dice) for score in run.cases] == [(5, 1.0), (5, 0.5)]
+
+
+def test_a_helper_label_counts_for_the_best_step_as_for_best_ckpt(tmp_path: Path) -> None:
+    """It has no scores of cases, so that the history alone tells."""
+    make_run(tmp_path / "0", {}, 0.75)
+    history = ["step,loss,val_dice", "3,0.5,", "3,,0.4", "5,,0.6"]
+    (tmp_path / "0" / "history.csv").write_text("\n".join(history) + "\n", encoding="utf-8")
+    rows = ["step,case,label,dice,picture", "3,a,left,0.9,", "5,a,left,0.8,"]
+    (tmp_path / "0" / "validation.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    assert [score.step for score in read_run(tmp_path / "0", tmp_path).cases] == [5]
 
 
 def test_differences_to_a_baseline_are_a_table(tmp_path: Path) -> None:

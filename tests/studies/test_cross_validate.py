@@ -19,17 +19,21 @@ from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.data.options import StageName
 from medseg.errors import UserError
+from medseg.evaluation.scoring import METRICS
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.segmentation import RegionBox
+from medseg.io.atomic import replace_text
 from medseg.io.tables import write_csv
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
 from medseg.studies import command_steps, folds
 from medseg.studies import cross_validate as study
 from medseg.studies.fold_bound import BOUND, write_bound
-from medseg.studies.fold_tables import share_in_crop, write_rows
+from medseg.studies.fold_tables import fold_rows, share_in_crop, write_rows
 from medseg.studies.folds import check_folds
+from medseg.studies.held_out import reference_labels
 from medseg.studies.make_weights import read_bound
+from medseg.task import Channel, Region, Task
 
 # Stored from the patient's left to right and from back to front.
 GRID = VoxelGrid(
@@ -42,6 +46,7 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
     labels[2:6, 4:14, 10:20] = 2  # 400 voxels
     write_labels(tmp_path / "l.nii.gz", labels, GRID, None)
     case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p")
+    reference, grid = reference_labels(case, heart(), {2: "heart"})
     oriented = GRID.reoriented((0, 1, 2), (False, True, True))
     fine = oriented.resampled((2.0, 2.0, 2.0))
 
@@ -56,8 +61,10 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
         crop = fine.crop(box)
         bent = crop.resized((7, 30, 24))  # a crop of fixed size: the same extent in other voxels
         shares = {
-            share_in_crop(case, [2], json.loads(json.dumps(RegionBox(voxels, grid).to_dict())))
-            for voxels, grid in ((box, crop), (VoxelBox.full(bent.shape), bent))
+            share_in_crop(
+                reference, grid, [1], json.loads(json.dumps(RegionBox(voxels, of).to_dict()))
+            )
+            for voxels, of in ((box, crop), (VoxelBox.full(bent.shape), bent))
         }
         assert len(shares) == 1
         return shares.pop()
@@ -66,8 +73,8 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
     assert share(36.0, 52.0) == 1.0  # exactly the slices 2 to 5
     assert share(40.0, 52.0) == 0.75
     assert share(36.0, 44.0) == 0.5
-    assert share_in_crop(case, [2], None) == 0.0
-    assert share_in_crop(case, [1], None) == 1.0
+    assert share_in_crop(reference, grid, [1], None) == 0.0
+    assert share_in_crop(reference, grid, [2], None) == 1.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -75,11 +82,57 @@ def test_a_crop_reaches_half_of_its_own_voxel_beyond_their_centres(
     size: int, tmp_path: Path
 ) -> None:
     """A crop of few large voxels covers the whole volume, and the region fills it."""
-    write_labels(tmp_path / "l.nii.gz", np.ones(GRID.shape, dtype=np.uint8), GRID, None)
-    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p")
-    crop = GRID.reoriented((0, 1, 2), (False, True, True)).resized((size, size, size))
+    labels = np.ones(GRID.shape, dtype=np.uint8)
+    grid = GRID.reoriented((0, 1, 2), (False, True, True))
+    crop = grid.resized((size, size, size))
     box = RegionBox(VoxelBox.full(crop.shape), crop)
-    assert share_in_crop(case, [1], json.loads(json.dumps(box.to_dict()))) == 1.0
+    assert share_in_crop(labels, grid, [1], json.loads(json.dumps(box.to_dict()))) == 1.0
+
+
+def heart() -> Task:
+    """Make a task of one region."""
+    return Task("heart", {"heart": 1}, (Region("heart", ("heart",)),), (Channel(),))
+
+
+@pytest.mark.parametrize("label_values", [{1: "heart"}, {"Myocardium": "heart"}])
+def test_the_share_in_the_crop_is_that_of_masks_too(tmp_path: Path, label_values: Any) -> None:
+    """Masks have names, and their values say nothing."""
+    labels = np.zeros(GRID.shape, dtype=np.uint8)
+    labels[2:6, 4:14, 10:20] = 200
+    name = "heart" if 1 in label_values else "myocardium"
+    write_labels(tmp_path / "masks" / f"{name}.nii.gz", labels, GRID, None)
+    write_labels(tmp_path / "masks" / "liver.nii.gz", np.full_like(labels, 1), GRID, None)
+    output = tmp_path / "folds"
+    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "masks", "p")
+    study_folds = folds.Folds([output / "fold_0"], [], {"c": 0}, {"c": case})
+    grid = GRID.reoriented((0, 1, 2), (False, True, True))
+    voxels = VoxelBox((2, 0, 0), (4, *GRID.shape[1:]))  # the lower half of the heart
+    box = RegionBox(voxels, grid.crop(voxels))
+    report = {
+        "boxes": {"heart": box.to_dict()},
+        "agreements": {"heart": 0.9},
+        "durations_s": {"total": 1.0},
+    }
+    replace_text(output / "predictions" / "c.json", json.dumps(report))
+    scores = dict.fromkeys(METRICS, 0.5)
+    write_csv(output / "scores" / "metrics.csv", [{"case": "c", "region": "heart", "trust": "",
+        **scores}])  # fmt: skip
+    (row,) = fold_rows(study_folds, output, heart(), label_values, is_cascade=True)
+    assert row["share_in_crop"] == 0.5
+
+
+@pytest.mark.parametrize("key", ["pieces", "diseased"])
+def test_harder_scans_are_made_of_label_maps(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks and DICOM structures are trained on and scored, but not cut or painted."""
+    without_runs(monkeypatch, tmp_path, [], [])
+    config = make_config(tmp_path, StageName.single)
+    config.data.label_values = {"left_lung": "Lung_L"}
+    assert study.cross_validate(config) == 0
+    setattr(config, key, True)
+    with pytest.raises(UserError, match="cut label maps, but Lung_L is no label map"):
+        study.cross_validate(config)
 
 
 def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:

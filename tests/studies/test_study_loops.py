@@ -268,8 +268,11 @@ def test_a_failed_spacing_does_not_end_the_others(
     ]
     source = SimpleNamespace(split=SimpleNamespace(test=cases))
     monkeypatch.setattr(compare_spacing, "find_sources", lambda *_: [source])
-    monkeypatch.setattr(compare_spacing, "read_grid", lambda image, series: f"grid of {image}")
-    monkeypatch.setattr(compare_spacing, "oriented_grid", lambda grid: grid)
+    monkeypatch.setattr(
+        compare_spacing,
+        "read_scan_grid",
+        lambda case, channels: f"grid of {case.image}, {channels[0].modality}",
+    )
 
     def write_case_table(path: Path, table_cases: Any) -> Path:
         calls.append([case.name for case in table_cases])
@@ -302,8 +305,8 @@ def test_a_failed_spacing_does_not_end_the_others(
     assert compare_spacing.compare_spacing(spacing_study) == 1
     assert calls == [
         ["a"],
-        ("thin", "stages of thin, runs", "thin", "held_out.csv", {"a": "grid of a"}),
-        ("thick", "stages of thick, runs", "thick", "held_out.csv", {"a": "grid of a"}),
+        ("thin", "stages of thin, runs", "thin", "held_out.csv", {"a": "grid of a, ct"}),
+        ("thick", "stages of thick, runs", "thick", "held_out.csv", {"a": "grid of a, ct"}),
     ]
     assert written == [(["no room"], {"a": "of a"}), (["no room", ""], {"a": "of a"})]
     assert "thin: no room" in capsys.readouterr().err

@@ -128,6 +128,26 @@ def test_scores_of_cases_are_kept_of_the_best_and_the_last_validation(tmp_path: 
     assert len(validate(started(60), 80, 0.7, 0.7)) == 2
 
 
+def test_the_best_validation_is_that_of_the_best_checkpoint(tmp_path: Path) -> None:
+    """A helper label (class 2) has no row, and counts in the mean Dice that chooses the weights."""
+    path = tmp_path / "validation.csv"
+
+    def steps_after(scores: ValidationScores, step: int, organ: float, helper: float) -> list[str]:
+        trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=step)
+        module: Any = SimpleNamespace(case_scores={("a", 0, 1): organ, ("a", 0, 2): helper})
+        scores.on_validation_end(trainer, module)
+        return [row["step"] for row in read_csv(path)]
+
+    scores = ValidationScores(path, ValidationPictures(tmp_path, [View({1: "organ"}, False)]))
+    assert steps_after(scores, 20, 0.9, 0.1) == ["20"]
+    assert steps_after(scores, 40, 0.8, 0.8) == ["20", "40"]
+    assert steps_after(scores, 60, 0.7, 0.1) == ["40", "60"]
+    resumed = ValidationScores(path, scores.pictures)
+    resumed.load_state_dict(scores.state_dict())
+    resumed.on_train_start(SimpleNamespace(is_global_zero=True, global_step=60), None)  # type: ignore[arg-type]
+    assert steps_after(resumed, 80, 0.9, 0.2) == ["40", "80"]
+
+
 def test_a_validation_that_a_resumed_run_repeats_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / "validation.csv"
     module: Any = SimpleNamespace(case_scores={("a", 0, 1): 0.5, ("b", 0, 1): 0.25})

@@ -300,16 +300,44 @@ def audit_labels(
                 most_mm=MAX_REGION_MM,
             )
             findings.append(finding)
-    cut_ends: dict[str, list[str]] = {}
-    for name, facts in regions.items():
-        ends = _cut_ends(image_hu, labels, grid, task, facts)
-        if ends:
-            cut_ends[name] = ends
-    findings += _audit_volumes(volumes_ml, task, cut_ends)
+    cut_ends = _find_cuts(image_hu, labels, grid, task, regions)
+    # Labels without a region have no finding of their own, but a cut label may be small, too.
+    single_labels = measure_regions(labels, grid, _with_single_labels(task))
+    cut_labels = _find_cuts(image_hu, labels, grid, task, single_labels)
+    findings += _audit_volumes(volumes_ml, task, [*cut_ends, *cut_labels])
     if cut_ends:
         descriptions = [f"{name} ({'; '.join(ends)})" for name, ends in cut_ends.items()]
         findings.append(make_finding("cut_region", regions=" and ".join(descriptions)))
     return findings
+
+
+def _with_single_labels(task: Task) -> Task:
+    """Make a region of each label that belongs to no region and has a plausible volume.
+
+    These are labels of a task without regions, and helper labels.
+    """
+    in_regions = {label for region in task.regions for label in region.labels}
+    regions = []
+    for name in task.labels:
+        if name in task.volume_ml and name not in in_regions:
+            regions.append(Region(name, (name,), None))
+    return replace(task, regions=tuple(regions))
+
+
+def _find_cuts(
+    image_hu: np.ndarray | None,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    task: Task,
+    regions: Mapping[str, RegionFacts],
+) -> dict[str, list[str]]:
+    """Find the regions that the scan cuts: region name to its cuts, see `_cut_ends`."""
+    cuts = {}
+    for name, facts in regions.items():
+        ends = _cut_ends(image_hu, labels, grid, task, facts)
+        if ends:
+            cuts[name] = ends
+    return cuts
 
 
 def _audit_missing(names: Sequence[str]) -> list[Finding]:
@@ -521,17 +549,22 @@ def _audit_mirrored(
 
 
 def _audit_volumes(
-    label_volumes_ml: Mapping[str, float], task: Task, cut_regions: Collection[str]
+    label_volumes_ml: Mapping[str, float], task: Task, cut_parts: Collection[str]
 ) -> list[Finding]:
     """Compare volumes with the plausible ranges of the task.
 
-    A region that the scan cuts may be smaller. An absent region is not judged.
+    A region or label that the scan cuts may be smaller. An absent one is not judged.
+
+    Args:
+        label_volumes_ml: Volume of each label.
+        task: Labels, regions and ranges.
+        cut_parts: Names of the regions, and of the labels without a region, that the scan cuts.
     """
     volumes_ml = {**label_volumes_ml, **_region_volumes(label_volumes_ml, task)}
     # The labels of a cut region may also be smaller.
-    cut_names = set(cut_regions)
+    cut_names = set(cut_parts)
     for region in task.regions:
-        if region.name in cut_regions:
+        if region.name in cut_parts:
             cut_names.update(region.labels)
     findings = []
     for name, (low, high) in task.volume_ml.items():

@@ -381,7 +381,7 @@ def import_msd(source: Path) -> DataSet:
     images = []
     for _, entry in entries:
         images.append([path.parent / image for image in file_paths(entry.get("image"), path)])
-    cases = _msd_cases(entries, images, path, account)
+    cases = _leave_out_unlabelled(_msd_cases(entries, images, path, account), account)
     background: LabelMembers = {}
     ignore = None
     if "labels" in about:
@@ -497,6 +497,26 @@ def _msd_cases(
         cases.append(case)
     _check_folds(cases, path, account)
     return cases
+
+
+def _leave_out_unlabelled(cases: list[Case], account: Account) -> list[Case]:
+    """Leave out the cases without a label map, except test cases: `train` would refuse them.
+
+    Where no case has a label map all stay, and `check_dataset` refuses the data set.
+    """
+    if all(case.labels is None for case in cases):
+        return cases
+    why = "no label: neither trained on nor validated"
+    used_cases = []
+    for case in cases:
+        if case.labels is not None or case.split == "test":
+            used_cases.append(case)
+            continue
+        account.leave_out(Kind.case, case.name, why)
+        for image in (case.image, *case.more_images):
+            if image is not None:
+                account.explain(image, why)
+    return used_cases
 
 
 def _check_folds(cases: Sequence[Case], path: Path, account: Account) -> None:

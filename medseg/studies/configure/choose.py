@@ -187,7 +187,7 @@ def choose_cascade(
     coarse = choose_whole_scans(coarse_view, wishes, planner)
     if coarse is None:
         raise UserError(
-            f"num_stages=2: {wishes.fit_gib:g} GiB and {wishes.hours:.2g} h are too little for "
+            f"num_stages=2: {wishes.fit_gib:g} GiB and {wishes.hours:g} h are too little for "
             f"{WANTED_STEPS} steps of a coarse stage on whole scans beside a fine stage; give more "
             "hours or memory, or num_stages=1"
         )

@@ -50,7 +50,7 @@ from medseg.studies.cross_validate import check_folds
 from medseg.studies.train_arguments import arguments_for_train
 from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
-from medseg.wording import counted, shell_line
+from medseg.wording import counted, first_few, shell_line
 
 # Files in the output folder.
 EXPERIMENT = "experiment.yaml"
@@ -154,17 +154,30 @@ def labelled_cases(config: ConfigureConfig) -> list[tuple[Case, LabelValues]]:
     """List the cases that a cross-validation uses, each with the label values in its file.
 
     Raises:
-        UserError: If there are fewer patients than folds or than two, or the folds of the table do
-            not suit, see `check_folds`.
+        UserError: If a case has no labels, there are fewer patients than folds or than two, or the
+            folds of the table do not suit, see `check_folds`.
     """
     # The second group of `find_cases` has synthetic scans, which are used for training only.
     (all_cases, label_values), _ = find_cases(config.data, config.task)
     test_patients = set(map(normalise_name, config.data.test_patients))
+    # A row without a mark has the split of the other rows of its patient.
+    test_patients |= {case.patient for case in all_cases if case.split == "test"}
     cases = []
+    unlabelled = []
     for case in all_cases:
-        is_test = case.split == "test" or case.patient in test_patients
-        if case.labels and not is_test:
+        is_test = case.patient in test_patients
+        is_in_no_fold = bool(case.fold_sides) and not any(case.fold_sides)
+        if is_test or is_in_no_fold:
+            continue
+        if case.labels is None:
+            unlabelled.append(case.name)
+        else:
             cases.append((case, label_values))
+    if unlabelled:
+        raise UserError(
+            f"{first_few(unlabelled)}: no label map, which training and scoring need; fill in the "
+            "cell of the case table, or write 'test' into the column split"
+        )
     patients = {case.patient for case, _ in cases}
     if len(patients) < 2:
         raise UserError(

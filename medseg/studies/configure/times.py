@@ -127,8 +127,9 @@ class Schedule:
         # Rounded up to two significant digits; `digit` is one unit in the second digit.
         digit = 10 ** (math.floor(math.log10(needed_hours)) - 1)
         nearest_hours = math.ceil(needed_hours / digit) * digit
+        # Six digits, of which only two may differ from 0: two would write 120 as 1.2e+02.
         raise UserError(
             f"hours={hours:g}: {self.num_folds} folds of {self.num_cases} cases leave time for "
             f"{max(0, number)} steps, and fewer than {least} teach nothing; the nearest "
-            f"possible wish is hours={nearest_hours:.2g}, or fewer folds"
+            f"possible wish is hours={nearest_hours:.6g}, or fewer folds"
         )

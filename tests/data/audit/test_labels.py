@@ -21,7 +21,7 @@ from medseg.data.audit.labels import (
 )
 from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.task import Region, Task
+from medseg.task import Channel, Region, Task
 
 GRID = VoxelGrid((12, 30, 40), (5.0, 2.0, 3.0), (-60.0, 5.0, 7.0))
 
@@ -419,3 +419,33 @@ def test_a_region_that_the_scan_cuts_may_be_small(task: Task) -> None:
         None, labels[:5], grid, replace(task, volume_ml={"left_lung": (900.0, 5000.0)}), {}
     )
     assert [finding.code for finding in findings] == ["cut_region"]
+
+
+@pytest.mark.parametrize(("start", "severity"), [(0, None), (1, Severity.error)])
+def test_a_label_without_a_region_that_the_scan_cuts_may_be_small(
+    start: int, severity: Severity | None
+) -> None:
+    """The dome of a liver in the lowest slice of a chest CT, and a piece of it inside the scan."""
+    labels = np.zeros(GRID.shape, dtype=np.uint8)
+    labels[start : start + 1, 8:22, 23:33] = 1
+    abdomen = Task(
+        "abdomen",
+        labels={"liver": 1, "spleen": 2},
+        regions=(),
+        channels=(Channel("ct", (-160.0, 240.0)),),
+        volume_ml={"liver": (500.0, 4000.0)},
+    )
+    findings = audit_labels(None, labels, GRID, abdomen, {})
+    expected = [] if severity is None else [("implausible_volume", severity)]
+    assert [(finding.code, finding.severity) for finding in findings] == expected
+
+
+def test_a_helper_label_that_the_scan_cuts_may_be_small(task: Task) -> None:
+    """A label beside the regions, such as the airway, is judged as a region is."""
+    _, labels = lungs()
+    labels[-1:, 1:3, 19:22] = 3
+    airway = replace(task, labels={**task.labels, "airway": 3}, volume_ml={"airway": (30.0, 100.0)})
+    assert found(None, labels, airway) == []
+    labels[-1] = 0
+    labels[-2:-1, 1:3, 19:22] = 3
+    assert [finding.code for finding in found(None, labels, airway)] == ["implausible_volume"]

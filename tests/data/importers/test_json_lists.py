@@ -480,6 +480,21 @@ def test_a_fold_counts_in_the_training_list_alone(tmp_path: Path) -> None:
     assert "fold of a" not in dict(lines)
 
 
+def test_an_entry_without_a_label_is_left_out_unless_it_is_a_test_case(tmp_path: Path) -> None:
+    """Training would refuse the whole table for its sake."""
+    content = {
+        "training": [{"image": "a.nii.gz", "label": "a_l.nii.gz"}, {"image": "b.nii.gz"}],
+        "validation": [{"image": "c.nii.gz"}],
+        "test": [{"image": "d.nii.gz"}],
+        "labels": {"1": "a"},
+        "modality": {"0": "CT"},
+    }
+    data = import_msd(write_json(tmp_path / "list.json", content))
+    assert [(case.name, case.split) for case in data.cases] == [("a", None), ("d", "test")]
+    lines = [(item.name, item.fate) for item in data.account.items if item.kind == "case"]
+    assert lines == [("b", "left out"), ("c", "left out")]
+
+
 @pytest.mark.parametrize("key", ["test", "testing"])
 def test_a_stated_number_of_test_cases_is_that_of_their_list(tmp_path: Path, key: str) -> None:
     content = {

@@ -347,6 +347,28 @@ def test_a_single_stage_leaves_no_files_of_an_earlier_cascade(
     assert sorted(file.name for file in plan.glob("*.yaml")) == ["experiment.yaml"]
 
 
+def test_a_case_that_the_cross_validation_would_refuse_is_refused_before_it_is_timed(
+    configure: Callable[..., Path], tmp_path: Path
+) -> None:
+    table = tmp_path / "cases.csv"
+    first, *others = read_case_table(table)
+    write_case_table(table, [replace(first, labels=None), *others])
+    with pytest.raises(UserError, match=f"^{first.name}: no label map, .* write 'test' into"):
+        configure(*WISHES)
+    # The cross-validation uses neither test cases nor those that no fold names.
+    for unused in (replace(first, split="test"), replace(first, fold_sides=(None, None))):
+        sides = [("train", "val"), ("val", "train"), ("train", "val")]
+        used = others
+        if unused.fold_sides:
+            used = [
+                replace(case, fold_sides=pair) for case, pair in zip(others, sides, strict=True)
+            ]
+        write_case_table(table, [replace(unused, labels=None), *used])
+        plan = configure(*WISHES)
+        names = {row["case"] for row in read_csv(plan / "fingerprint.csv")}
+        assert names == {case.name for case in others}
+
+
 def test_configure_needs_cases_and_one_rank(tiny_table: Path) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         for arguments, sentence in (

@@ -77,3 +77,7 @@ def test_too_few_hours_are_refused_with_those_that_would_do(
     assert all(number >= least for number, least in zip(steps, least_steps, strict=True))
     with pytest.raises(UserError):
         schedule.steps_within(nearest * 0.85, shares, least_steps)
+    # A week is 168 hours: the number is one to type.
+    long_schedule = Schedule(replace(costs, prepare_s=1e6), 5, 9)
+    with pytest.raises(UserError, match=r"wish is hours=3\d0, or"):
+        long_schedule.steps_within(24.0, shares, least_steps)
