@@ -132,7 +132,6 @@ class ValidationScores(pl.Callback):
         self.pictures = pictures
         self.patients: Mapping[str, str] = {}
         self.rows: list[dict[str, Any]] = []
-        # These two are saved in the checkpoint under their names.
         self.best_step: int | None = None
         self.best_dice = -math.inf
 
@@ -141,8 +140,9 @@ class ValidationScores(pl.Callback):
         return {"best_step": self.best_step, "best_dice": self.best_dice}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of a checkpoint over; its keys are attributes."""
-        vars(self).update(state_dict)
+        """Take over the best validation of a checkpoint."""
+        self.best_step = state_dict["best_step"]
+        self.best_dice = state_dict["best_dice"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the rows up to the checkpoint."""
