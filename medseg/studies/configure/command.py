@@ -345,16 +345,17 @@ def _write_experiments(
         (part,) = parts
         text = experiment_text(part.setting, task, part.reasons, head)
         replace_text(output / EXPERIMENT, text)
-        # An earlier command may have chosen two stages.
+        # An earlier command may have chosen two stages. Other files of these names are the user's.
         for stage in (StageName.coarse, StageName.fine):
-            _stage_file(output, stage).unlink(missing_ok=True)
+            path = _stage_file(output, stage)
+            if path.is_file() and _stage_head(stage).encode() in path.read_bytes():
+                path.unlink()
         return
     files = {}
     for part in parts:
         stage = part.setting.stage
         files[stage] = _stage_file(output, stage).name
-        stage_head = [f"The {stage.value} stage of {EXPERIMENT}."]
-        text = experiment_text(part.setting, task, part.reasons, stage_head)
+        text = experiment_text(part.setting, task, part.reasons, [_stage_head(stage)])
         replace_text(output / files[stage], text)
     replace_text(output / EXPERIMENT, cascade_text(files, head))
 
@@ -362,6 +363,11 @@ def _write_experiments(
 def _stage_file(output: Path, stage: StageName) -> Path:
     """Return the path of the experiment of one stage of a cascade."""
     return output / f"{stage.value}.yaml"
+
+
+def _stage_head(stage: StageName) -> str:
+    """Write the comment at the top of the experiment of one stage of a cascade."""
+    return f"The {stage.value} stage of {EXPERIMENT}."
 
 
 def _write_facts(output: Path, parts: Sequence[Part], schedule: Schedule, wishes: Wishes) -> None:

@@ -339,12 +339,18 @@ def test_a_cascade_has_a_file_for_each_stage_and_one_that_names_them(
 
 def test_a_single_stage_leaves_no_files_of_an_earlier_cascade(
     configure: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = configure(*WISHES)
-    for name in ("coarse.yaml", "fine.yaml"):
-        (plan / name).write_text("steps: 5\n", encoding="utf-8")
+    coarse = Setting(StageName.coarse, (4.0, 4.0, 4.0), (48, 48, 48), "unet", "plain")
+    fine = Setting(StageName.fine, (2.0, 2.0, 2.0), (32, 32, 32), "unet", "plain")
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "choose", lambda *_: (coarse, fine))
+        plan = configure(*WISHES)
+    # The user's own experiment in the same folder.
+    (plan / "fine.yaml").write_text("# My fine stage.\nsteps: 5\n", encoding="utf-8")
     configure(*WISHES)
-    assert sorted(file.name for file in plan.glob("*.yaml")) == ["experiment.yaml"]
+    assert sorted(file.name for file in plan.glob("*.yaml")) == ["experiment.yaml", "fine.yaml"]
+    assert "steps: 5" in (plan / "fine.yaml").read_text(encoding="utf-8")
 
 
 def test_a_case_that_the_cross_validation_would_refuse_is_refused_before_it_is_timed(
