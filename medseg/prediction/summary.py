@@ -83,7 +83,15 @@ class Figure(NamedTuple):
     factor: float = 1
 
 
-VOLUME = Figure(key="ml", ending="ml", heading="volume", unit="ml", meaning="Volume of {part}")
+VOLUME = Figure(
+    key="ml",
+    ending="ml",
+    heading="volume",
+    unit="ml",
+    meaning="Volume of {part}",
+    # A small volume with all its digits: "0" would show that of a lesion as 0.
+    number_format="[<10]General;0",
+)
 EMPHYSEMA_TEXT = f"−{-EMPHYSEMA_HU} HU"  # with a minus sign, which is longer than a hyphen
 # Doubled braces leave `{part}` in a formatted meaning.
 FIGURES_IN_HU = (

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -280,6 +281,23 @@ def test_libreoffice_reads_numbers_as_numbers_and_dates_as_dates(tmp_path: Path)
     assert explained["total_p15_hu"][0] == "HU"
     assert explained["left_lung_ml"] == ("ml", "Volume of the label left lung")
     assert all(meaning for _, meaning in explained.values())
+
+
+def test_the_spreadsheet_shows_the_digits_of_a_small_volume(tmp_path: Path) -> None:
+    volumes_ml = {"total": 1762.25, "tumour": 0.312}
+    changes = {"volume_ml": volumes_ml, "statistics": {}, "total_statistics": {"ml": 1762.562}}
+    write_summary(tmp_path, [case_of(tmp_path, "a", **changes)], MR)
+    with zipfile.ZipFile(tmp_path / "summary.xlsx") as book:
+        sheet = ElementTree.fromstring(book.read("xl/worksheets/sheet1.xml"))
+        styles = ElementTree.fromstring(book.read("xl/styles.xml"))
+    (cell,) = (cell for cell in sheet.iterfind(".//{*}c") if cell.findtext("{*}v") == "0.312")
+    styles_of_cells = styles.findall("{*}cellXfs/{*}xf")
+    number = styles_of_cells[int(cell.attrib["s"])].attrib["numFmtId"]
+    formats = {
+        entry.attrib["numFmtId"]: entry.attrib["formatCode"] for entry in styles.iter()
+        if "formatCode" in entry.attrib
+    }  # fmt: skip
+    assert formats[number] == "[<10]General;0"
 
 
 def test_the_total_is_that_of_the_report_else_the_sum_of_the_volumes(tmp_path: Path) -> None:
