@@ -9,6 +9,7 @@ import numpy as np
 
 from medseg.anatomy.rules import MIN_AGREEMENT, MIN_DOUBTFUL_SHARE, USUAL_AGREEMENT
 from medseg.task import Task
+from medseg.wording import format_ml
 
 
 def remove_contradictions(
@@ -64,8 +65,9 @@ def remove_contradictions(
             label_volumes_ml.update(dict.fromkeys(removed_labels, 0.0))
             absent.append(region.name)
             warnings.append(
-                f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match "
-                f"the coarse labels (Dice {agreement:.2f}), so the region is reported as absent"
+                f"no {region.name} found: the {format_ml(volume_ml)} ml of the fine stage do not "
+                f"match the coarse labels (Dice {agreement:.2f}), so the region is reported as "
+                "absent"
             )
         elif agreement < USUAL_AGREEMENT:
             warnings.append(

@@ -87,8 +87,8 @@ def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
     # Normal sides differ by less than this ratio. A cut or collapsed side exceeds it.
     if large_ml > MAX_VOLUME_RATIO * small_ml:
         warnings.append(
-            f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: "
-            "one of them may be incomplete"
+            f"{names} differ much in volume, {format_ml(left.volume_ml)} ml and "
+            f"{format_ml(right.volume_ml)} ml: one of them may be incomplete"
         )
     return warnings
 

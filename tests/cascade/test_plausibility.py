@@ -238,6 +238,7 @@ def found(side: int, volume_ml: float, centre_x_mm: float, reach_mm: float) -> F
         ((1000, 50, 40), (125, -50, 40), []),
         ((124, 50, 40), (1000, -50, 40), ["124 ml and 1000 ml"]),
         ((1000, 50, 40), (124, -50, 40), ["1000 ml and 124 ml"]),
+        ((0.42, 50, 40), (0.03, -50, 40), ["0.42 ml and 0.03 ml"]),
         ((124, -50, 40), (1000, 50, 40), ["lie on the wrong sides", "differ much in volume"]),
     ],
 )
