@@ -195,6 +195,38 @@ def _check_fine_folds(
             )
 
 
+def _check_fine_names(
+    config: CrossValidateConfig, cases: Sequence[Case], fine_cases: Sequence[Case]
+) -> None:
+    """Check that the table of a fine stage that sees coarse output has the cases of the study.
+
+    Each patient gets the output of a coarse stage that has not trained on it. A checkpoint lists
+    the names of the cases that it has trained on, and the table of the fine stage their patients.
+
+    Args:
+        config: Names both tables.
+        cases: Cases of the study.
+        fine_cases: Training cases of the fine stage.
+
+    Raises:
+        UserError: If a case is missing in the table, or is of another patient there.
+    """
+    trained = split_cases(
+        cases,
+        fold="all",
+        num_folds=config.num_folds,
+        test_patients=config.data.test_patients,
+    ).train
+    known = {(case.name, case.patient) for case in fine_cases}
+    missing = [case.name for case in trained if (case.name, case.patient) not in known]
+    if missing:
+        raise UserError(
+            f"fine_cases={config.fine_cases}: it lacks {first_few(missing)} of {config.cases}, so "
+            "it does not say which coarse stages have trained on the same patient; add these cases "
+            "to it, with the same patients"
+        )
+
+
 def _cascade_trainings(
     config: CrossValidateConfig,
     arguments: Sequence[str],
@@ -213,6 +245,8 @@ def _cascade_trainings(
     coarse_steps: list[Step] = []
     fine_steps: list[Step] = []
     coarse_checkpoints = coarse_arguments(config, folds.folders)
+    if coarse_checkpoints and fine_cases is not None:
+        _check_fine_names(config, cases, fine_cases)
     for fold, folder in enumerate(folds.folders):
         note_recipe(folder, recipe_of(experiments(config), cases, arguments, fine_cases))
         coarse_data = _fold_arguments(config, config.cases, arguments, fold)

@@ -469,6 +469,23 @@ def test_the_fine_stage_may_have_a_table_of_its_own_with_the_same_folds(
         study.cross_validate(config)
 
 
+def test_a_fine_stage_that_sees_coarse_output_knows_the_cases_of_the_coarse_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under another name, a coarse stage that has trained on the patient would not be noticed."""
+    without_runs(monkeypatch, tmp_path, [], [])
+    cases = [Case(f"c{n}", Path("i"), Path("l"), f"p{n}") for n in range(4)]
+    tables = {"cases.csv": cases, "fine.csv": [replace(cases[0], name="c0_ill"), *cases[1:]]}
+    monkeypatch.setattr(study, "read_cases", lambda path, *_, hu: tables[path.name])
+    config = make_config(tmp_path, StageName.fine, fine_cases="fine.csv")
+    assert study.cross_validate(config) == 0
+    monkeypatch.setattr(study, "coarse_arguments", lambda *_: {"b": ["stage.coarse_folds=[x]"]})
+    with pytest.raises(UserError, match=r"fine\.csv: it lacks c0 of .*cases\.csv"):
+        study.cross_validate(config)
+    tables["fine.csv"].append(cases[0])
+    assert study.cross_validate(config) == 0
+
+
 def test_a_single_stage_has_no_table_of_a_fine_stage(tmp_path: Path) -> None:
     table = write_case_table(tmp_path / "cases.csv", [])
     keys = [f"cases='{table}'", "stage=single", "fine_cases=b.csv", "output=x", "run_dir=x"]
