@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +47,8 @@ from medseg.report.plots import score_plot
 from medseg.task import LabelValues, Region, Task
 from medseg.wording import first_few
 
+# Tables that every evaluation writes; with a baseline there is `differences.csv` too.
+TABLES = ("metrics.csv", "summary.csv", "costs.csv")
 # Names of the scores of `score_region`, in the order of the tables.
 METRICS = (*DIRECTION_OF_METRIC, "volume_pred_ml", "volume_ref_ml")
 # Function of the masks of prediction and reference, both uint8 tensors (D, H, W) of 0 and 1, and of
@@ -154,7 +157,7 @@ def evaluate_folder(
 
     Raises:
         UserError: If an input is missing, no case has both a prediction and a reference, or
-            `output` holds the table of a prediction.
+            `output` holds the table of a prediction, or would replace the case table.
     """
     metrics = metrics or {}
     _check_metric_names(metrics)
@@ -178,12 +181,7 @@ def evaluate_folder(
     if baseline is not None:
         check_baseline(baseline, baseline_rows, [references[key].name for key in common_keys])
     check_writable(output)
-    # A `summary.csv` with these first columns is one of `predict`, which must not be replaced.
-    refuse_table(
-        output / "summary.csv",
-        ("case", "status"),
-        f"the volumes of a prediction; give another output than {output}",
-    )
+    _check_tables(output, ref)
     _remove_old_results(output, labelled.values())
     overlays = output / "overlays" if pictures else None
     for number, key in enumerate(common_keys, start=1):
@@ -365,6 +363,30 @@ def _patients_of(references: Iterable[Reference]) -> dict[str, str]:
         if reference.case is not None:
             patients[reference.name] = reference.case.patient
     return patients
+
+
+def _check_tables(output: Path, ref: Path) -> None:
+    """Refuse to replace the case table, or the `summary.csv` of a prediction.
+
+    Args:
+        output: Folder of the results.
+        ref: Case table, or folder of label maps.
+
+    Raises:
+        UserError: If `output` holds one of them under the name of a table of scores.
+    """
+    for name in (*TABLES, "differences.csv"):
+        if os.path.realpath(output / name) == os.path.realpath(ref):
+            raise UserError(
+                f"{ref} is the case table and would be overwritten; give another output than "
+                f"{output}"
+            )
+    # The first columns of the table of `predict`.
+    refuse_table(
+        output / "summary.csv",
+        ("case", "status"),
+        f"the volumes of a prediction; give another output than {output}",
+    )
 
 
 def _remove_old_results(output: Path, references: Iterable[Reference]) -> None:
@@ -556,11 +578,12 @@ def _write_tables(summary: EvaluationSummary, output: Path) -> None:
     metrics = _metrics_of(summary.rows)
     metric_formats = dict.fromkeys(metrics, f".{TABLE_DIGITS}f")
     columns = ("case", "region", "trust", *metrics)
-    write_csv(output / "metrics.csv", summary.rows, columns, metric_formats)
+    metrics_path, summary_path, costs_path = (output / name for name in TABLES)
+    write_csv(metrics_path, summary.rows, columns, metric_formats)
     figure_formats = dict.fromkeys(FIGURES, ".6f")
-    write_csv(output / "summary.csv", summary.statistics, COLUMNS, figure_formats)
+    write_csv(summary_path, summary.statistics, COLUMNS, figure_formats)
     costs = [{"case": case, **cost} for case, cost in summary.costs.items()]
-    write_csv(output / "costs.csv", costs, ("case", *COSTS), dict.fromkeys(COSTS, ".3f"))
+    write_csv(costs_path, costs, ("case", *COSTS), dict.fromkeys(COSTS, ".3f"))
     scored_cases = {row["case"] for row in summary.rows}
     document = {"cases": len(scored_cases), **asdict(summary)}
     # The rows are in `metrics.csv`: JSON cannot hold their infinite distances.

@@ -21,6 +21,7 @@ from medseg.commands.evaluate import evaluate
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig
+from medseg.data.case_table import read_case_table, write_case_table
 from medseg.errors import UserError
 from medseg.evaluation import pictures, report_page
 from medseg.evaluation.report_page import ALL, compare_rows
@@ -144,6 +145,16 @@ def test_scores_of_awkward_names(drawn_world: World) -> None:
         "left_lung" in line and "Thorax (1).x" in line and "0.8500" in line for line in lines
     )
     assert not list(drawn_world.output.rglob(".*"))
+
+
+@pytest.mark.parametrize("name", ["summary.csv", "differences.csv"])
+def test_the_case_table_is_not_replaced_by_a_table_of_scores(world: World, name: str) -> None:
+    world.add("a", _labels(), _labels())
+    table = write_case_table(world.output / name, read_case_table(world.table))
+    content = table.read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="is the case table and would be overwritten"):
+        evaluate_folder(world.pred, table, world.output, TASK, VALUES, progress=_say_nothing)
+    assert table.read_text(encoding="utf-8") == content
 
 
 def test_the_table_of_a_prediction_is_not_replaced(world: World) -> None:
