@@ -119,7 +119,10 @@ def test_a_case_without_labels_is_not_said_to_be_trained_on(
     (folder / "dataset.json").write_text(json.dumps(about), encoding="utf-8")
     assert run(f"input='{folder}'", f"output='{tmp_path / 'out'}'") == 0
     printed = capsys.readouterr().out
-    assert "msd: 2 cases to train and validate, 1 case without labels, 1 case test" in printed
+    assert "msd: 2 cases to train and validate, 1 case test" in printed
+    assert "no label: neither trained on nor validated" in (
+        tmp_path / "out" / "account.csv"
+    ).read_text(encoding="utf-8")
 
 
 def test_a_table_of_something_else_is_kept(tmp_path: Path) -> None:

@@ -136,8 +136,10 @@ def test_a_missing_channel_is_one_sentence(tmp_path: Path) -> None:
 def test_voxels_without_a_number_are_air_of_their_modality(tmp_path: Path) -> None:
     image = np.full(GRID.shape, 5.5, np.float32)
     image[0, 0, 0] = np.nan
-    write_image(tmp_path / "a.nrrd", image, GRID)
-    channels, volume = read_channels([tmp_path / "a.nrrd"] * 2, [-1024, 0], modalities=["ct", "mr"])
+    paths = [tmp_path / "a.nrrd", tmp_path / "b.nrrd"]
+    for path in paths:
+        write_image(path, image, GRID)
+    channels, volume = read_channels(paths, [-1024, 0], modalities=["ct", "mr"])
     assert channels[:, 0, 0, 0].tolist() == [-1024, 0]
     assert [remark.rpartition(" and ")[2] for remark in finding_texts(volume)] == [
         "count as air, -1024 HU",
