@@ -66,10 +66,11 @@ def kept_log_handlers() -> Iterator[None]:
     its stream too, and that is the one into which pytest captures the output.
     """
     from hydra._internal import hydra as hydra_command
+    from hydra._internal.core_plugins import basic_launcher
     from hydra.core import utils
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in (hydra_command, utils):
+        for module in (hydra_command, basic_launcher, utils):
             monkeypatch.setattr(module, "configure_log", lambda log_config, verbose: None)
         yield
 
