@@ -1,5 +1,6 @@
 """Tables `folds.csv` and `folds.md`: scores of the held-out scans of all folds."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -52,6 +53,12 @@ def fold_rows(
         is_cascade: Whether two stages made the predictions. The rows then also have `agreement` (of
             the two stages) and `share_in_crop`.
     """
+
+    @functools.lru_cache(maxsize=1)  # the rows of a case follow each other
+    def reference(name: str) -> tuple[np.ndarray, VoxelGrid]:
+        """Read the reference of a case."""
+        return reference_labels(folds.cases[name], task, label_values)
+
     rows = []
     for score in read_csv(output / "scores" / METRICS_FILE):
         name, region = score["case"], score["region"]
@@ -69,7 +76,7 @@ def fold_rows(
             # Without a box the coarse stage found no region. Agreement on an absent region says
             # nothing about the Dice of regions that are found, so it is left out.
             row["agreement"] = None if box is None else report["agreements"].get(region)
-            labels, grid = reference_labels(folds.cases[name], task, label_values)
+            labels, grid = reference(name)
             row["share_in_crop"] = share_in_crop(labels, grid, task.part_values(region), box)
         rows.append(row)
     return rows

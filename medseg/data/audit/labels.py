@@ -223,6 +223,8 @@ def measure_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
 
 def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, RegionFacts]:
     """Locate the regions that have voxels: region name to its location."""
+    if not task.regions:
+        return {}
     # To save time, only the box around all labels is searched for each region.
     labels_box = VoxelBox.from_mask(labels != 0)
     if labels_box is None:
