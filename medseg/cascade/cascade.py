@@ -37,12 +37,14 @@ from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
 from medseg.memory.profile import timed_step
 from medseg.preprocess.crop import erase_outside_, probability_channel, resample_crop
-from medseg.preprocess.intensity import Intensity, normalise_
+from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
 REFINE = "refine_"
 """Beginning of the name of a step of the fine stage; the name of its region follows."""
+FLIPPED_PLANES = 8
+"""Planes that are reversed at a time: their copy stays in the cache of the processor."""
 Timed = Callable[[str], AbstractContextManager[None]]
 """Maps the name of a step to a context manager that announces and times the step."""
 Deviations = list[tuple[Tensor, VoxelGrid]]
@@ -604,8 +606,7 @@ def _input_image(
 ) -> Tensor:
     """Make the input (C, D, H, W) of the fine stage for a region; arguments as for `refine`.
 
-    The channels are made one after the other, so that only one of them is in memory in float32. The
-    input is reversed along `flipped_axes`.
+    The input is reversed along `flipped_axes`.
     """
     # The lattice at the stage's spacing, on which training stores its cases. A crop on another grid
     # is resampled from this lattice, as in training.
@@ -614,29 +615,35 @@ def _input_image(
     result = new_tensor((stage.num_channels, *crop.grid.shape), stage.image_dtype)
     for number, image in enumerate(images):
         outside = stage.outside[number]
-        channel = resample_crop(
-            image, grid, lattice, crop, outside, stage.resampling, limits=stage.limits[number]
+        finish = partial(normalise, intensity=intensities[number])
+        resample_crop(
+            image,
+            grid,
+            lattice,
+            crop,
+            outside,
+            stage.resampling,
+            limits=stage.limits[number],
+            finish=finish,
+            out=result[number],
         )
         # A trailing underscore says that a function changes its argument in place.
-        channel = erase_outside_(channel, crop, outside)
-        channel = normalise_(channel, intensities[number])
-        _copy_flipped(result[number], channel, flipped_axes)
-        del channel  # before the next one is made
+        erase_outside_(result[number], crop, finish(torch.tensor(outside)).item())
     if stage.has_coarse_channel:
         assert localisation is not None, "a coarse channel needs the result of the coarse stage"
         assert localisation.probs is not None, "`localise` ran with keep_probs=True"
         assert localisation.probs_grid is not None, "probabilities come with their grid"
         # The last channel: the probabilities of the region's labels, summed and resampled.
         values = stage.task.region_values(region)
-        coarse = probability_channel(localisation.probs, localisation.probs_grid, crop, values)
-        _copy_flipped(result[-1], coarse, flipped_axes)
+        probability_channel(
+            localisation.probs, localisation.probs_grid, crop, values, out=result[-1]
+        )
+    if flipped_axes:
+        _flip_(result, flipped_axes)
     return result
 
 
-def _copy_flipped(target: Tensor, source: Tensor, axes: list[int]) -> None:
-    """Copy an image (D, H, W) into another, reversed along axes -2 (y) or -1 (x).
-
-    Plane by plane: the reversed copy of a plane stays in the cache of the processor.
-    """
-    for target_plane, source_plane in zip(target, source, strict=True):
-        target_plane.copy_(source_plane.flip(axes))
+def _flip_(image: Tensor, axes: list[int]) -> None:
+    """Reverse an image (C, D, H, W) in place along axes -2 (y) or -1 (x)."""
+    for planes in image.split(FLIPPED_PLANES, dim=1):
+        planes.copy_(planes.flip(axes))

@@ -6,7 +6,7 @@ shows air beyond its edges.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -112,6 +112,8 @@ def resample_crop(
     resampling: str = ANTIALIASED,
     *,
     limits: tuple[float, float] | None = None,
+    finish: Callable[[Tensor], Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Resample a volume to a crop through the same grids as in training.
 
@@ -129,9 +131,11 @@ def resample_crop(
             are repeated.
         resampling: The filter, one of `medseg.preprocess.resample.RESAMPLINGS`.
         limits: See `resample_image`.
+        finish: See `resample_image`.
+        out: See `resample_image`.
 
     Returns:
-        Image (D', H', W') of the crop, float32.
+        Image (D', H', W') of the crop: `out`, or a new tensor, float32.
     """
     is_one_step = crop.lattice == lattice or lattice == source
     if is_one_step:
@@ -143,6 +147,8 @@ def resample_crop(
             resampling=resampling,
             slices_go_on=True,
             limits=limits,
+            finish=finish,
+            out=out,
         )
     # The first step makes only the part of the lattice that the second step reads: the crop, and on
     # each side the reach of the filter. The reach is `scale` lattice voxels for the widened
@@ -155,7 +161,14 @@ def resample_crop(
     # the scan ends, so the second step repeats the end slices.
     part = resample_image(image, source, part_grid, outside, resampling=resampling, limits=limits)
     return resample_image(
-        part, part_grid, crop.grid, outside, resampling=resampling, slices_go_on=True
+        part,
+        part_grid,
+        crop.grid,
+        outside,
+        resampling=resampling,
+        slices_go_on=True,
+        finish=finish,
+        out=out,
     )
 
 
@@ -200,6 +213,7 @@ def probability_channel(
     grid: VoxelGrid,
     crop: Crop,
     values: Sequence[int],
+    out: Tensor | None = None,
 ) -> Tensor:
     """Make the input channel that shows a network where an earlier stage found a region.
 
@@ -208,17 +222,26 @@ def probability_channel(
         grid: Their grid.
         crop: Crop of the network.
         values: Label values of the region.
+        out: See `medseg.preprocess.resample.resample_image`.
 
     Returns:
-        Channel (D, H, W), float32: the probability of the region, from -1 (probability 0) to 1. It
-        is -1 beyond the grid in plane and beyond the content of the crop.
+        Channel (D, H, W): the probability of the region, from -1 (probability 0) to 1. It is -1
+        beyond the grid in plane and beyond the content of the crop.
     """
     # Index k of the first axis is label value k. One expression: the temporary copies are bound to
     # no name, so that their memory is freed before the resampling.
     region_probs = torch.as_tensor(probs[list(values)]).to(torch.float32).sum(0)
-    crop_probs = resample_image(region_probs, grid, crop.grid, outside=0.0, slices_go_on=True)
-    # From [0, 1] to [-1, 1], as `window` maps an image.
-    return erase_outside_(crop_probs, crop, outside=0.0).mul_(2.0).sub_(1.0)
+    channel = resample_image(
+        region_probs,
+        grid,
+        crop.grid,
+        outside=0.0,
+        slices_go_on=True,
+        # From [0, 1] to [-1, 1], as `window` maps an image.
+        finish=lambda probs: probs.mul(2.0).sub_(1.0),
+        out=out,
+    )
+    return erase_outside_(channel, crop, outside=-1.0)
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:

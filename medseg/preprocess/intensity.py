@@ -156,23 +156,10 @@ def normalise(image: ImageT, intensity: Intensity) -> ImageT:
         result = new_tensor(tuple(image.shape), torch.float32, image.device).copy_(image)
     else:
         result = np.array(image, dtype=np.float32)
-    # A tensor shares the memory of its array, so this changes `result`.
-    _map_in_place(torch.as_tensor(result), intensity)
-    return result
-
-
-def normalise_(image: Tensor, intensity: Intensity) -> Tensor:
-    """Apply a map to an image of one channel (D, H, W), float32, in place; return the image."""
-    # Plane by plane, because a plane stays in the cache of the processor for all four operations.
-    for plane in image:
-        _map_in_place(plane, intensity)
-    return image
-
-
-def _map_in_place(values: Tensor, intensity: Intensity) -> None:
-    """Apply a map to float32 values in place."""
     low, high, factor, offset = intensity
-    values.clamp_(low, high).sub_(low).mul_(factor).add_(offset)
+    # A tensor shares the memory of its array, so this changes `result`.
+    torch.as_tensor(result).clamp_(low, high).sub_(low).mul_(factor).add_(offset)
+    return result
 
 
 def normalise_hu(image_hu: ImageT, window_hu: tuple[float, float]) -> ImageT:

@@ -426,6 +426,8 @@ def resample_image(
     resampling: str = ANTIALIASED,
     slices_go_on: bool = False,
     limits: tuple[float, float] | None = None,
+    finish: Callable[[Tensor], Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Resample an image to a grid with the same axes.
 
@@ -443,9 +445,13 @@ def resample_image(
             as in `medseg.preprocess.crop.crop_padded`.
         limits: Lowest and highest value, to which the image is clipped before the filter; None:
             values are not clipped.
+        finish: Maps resampled values, float32, and `outside` to final ones, such as a
+            normalisation. It must not change its argument in place.
+        out: Receives the result, (D', H', W'), in its own number format; None: a new float32
+            tensor on the image's device (CPU for an array).
 
     Returns:
-        Resampled image (D', H', W'), float32, on the image's device (CPU for an array).
+        Resampled image (D', H', W'): `out`, or the new tensor.
 
     Raises:
         ValueError: If image and source grid differ in shape, or the axes of the grids differ.
@@ -453,7 +459,9 @@ def resample_image(
     _check_shape(image.shape, source)
     device = image.device if isinstance(image, Tensor) else torch.device("cpu")
     slabs = list(plan_slabs(source, target, resampling=resampling, slices_go_on=slices_go_on))
-    result = new_tensor(target.shape, torch.float32, device)
+    result = new_tensor(target.shape, torch.float32, device) if out is None else out
+    if finish is not None:
+        outside = finish(torch.tensor(outside)).item()
     # The slabs do not overlap. If they do not cover the whole target, the target is filled first.
     num_written = sum(result[slab.target].numel() for slab in slabs)
     if num_written < result.numel():
@@ -464,7 +472,11 @@ def resample_image(
         return voxels if limits is None else voxels.clamp(*limits)
 
     def work(slab: Slab) -> None:
-        result[slab.target] = filter_slab(read, slab)
+        voxels = filter_slab(read, slab)
+        # Here, because the slab is still in the cache of the processor.
+        if finish is not None:
+            voxels = finish(voxels)
+        result[slab.target] = voxels
 
     _share_slabs(slabs, work, device)
     return result

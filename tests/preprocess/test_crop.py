@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from medseg.preprocess.crop import (
     resample_crop,
     view_or_resample,
 )
+from medseg.preprocess.intensity import normalise, window
 from medseg.preprocess.resample import RESAMPLINGS, resample_image
 
 
@@ -190,3 +193,24 @@ def test_what_lies_beyond_the_content_of_a_crop_is_erased() -> None:
     expected[1:, :2, 1:4] = image[1:, :2, 1:4]
     assert torch.equal(erased, expected)
     assert image.min() == 1, "the image itself is not changed"
+
+
+@pytest.mark.parametrize("crop_mm", [(2.0, 2.0, 2.0), (1.5, 1.5, 1.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_finished_slab_by_slab_are_those_of_the_finished_crop(
+    crop_mm: tuple[float, float, float], dtype: torch.dtype
+) -> None:
+    """On the lattice and over it; the crop reaches beyond the scan, the source is not changed."""
+    source = VoxelGrid((40, 90, 80), (2.0, 1.0, 1.0))
+    image = torch.randn(source.shape, generator=torch.Generator().manual_seed(8)) * 500
+    before = image.clone()
+    lattice = source.resampled((2.0, 2.0, 2.0))
+    crop = Crop(lattice.resampled(crop_mm), VoxelBox((-3, -4, 5), (30, 40, 60)))
+    intensity = window((-1000.0, 400.0))
+    expected = normalise(resample_crop(image, source, lattice, crop, -900.0), intensity)
+    out = torch.empty((2, *crop.grid.shape), dtype=dtype)[1]
+    finish = partial(normalise, intensity=intensity)
+    found = resample_crop(image, source, lattice, crop, -900.0, finish=finish, out=out)
+    assert found is out
+    assert torch.equal(out, expected.to(dtype))
+    assert torch.equal(image, before)
