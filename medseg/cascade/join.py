@@ -25,6 +25,7 @@ RegionResult = tuple[Region, Tensor, VoxelGrid]
 # processor, and from 4 MiB on the system gives out newly zeroed memory for each of them
 # (`medseg.memory.heap`).
 SLAB_VOXELS = 3 * 2**18
+FOOTPRINT_PLANES = 8  # planes whose probabilities are compared at a time
 NO_VOXELS = VoxelBox((0, 0, 0), (0, 0, 0))
 
 
@@ -221,10 +222,11 @@ def _footprint(probs: Tensor) -> _Footprint:
     rows = np.zeros((depth, height), dtype=bool)
     columns = np.zeros((depth, width), dtype=bool)
     for prob in probs:
-        for z, plane in enumerate(prob):
-            is_enough = (plane > least_prob).numpy()
-            rows[z] |= is_enough.any(axis=1)
-            columns[z] |= is_enough.any(axis=0)
+        for start in range(0, depth, FOOTPRINT_PLANES):
+            planes = slice(start, start + FOOTPRINT_PLANES)
+            is_enough = (prob[planes] > least_prob).numpy()
+            rows[planes] |= is_enough.any(axis=2)
+            columns[planes] |= is_enough.any(axis=1)
     return _Footprint(rows, columns)
 
 

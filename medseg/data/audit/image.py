@@ -189,8 +189,9 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
         if not is_whole:
             whole = np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
         # `bincount` refuses negative values. That of torch is faster than NumPy's.
-        bins = torch.from_numpy(whole.astype(np.int32)) + ZERO
-        counts += torch.bincount(bins.flatten(), minlength=NUM_VALUES).numpy()
+        bins = whole.astype(np.int32)
+        bins += ZERO
+        counts += torch.bincount(torch.from_numpy(bins).flatten(), minlength=NUM_VALUES).numpy()
     if not is_whole:
         return ImageFacts(float(image_hu.min()), float(image_hu.max()), counts)
     values = np.flatnonzero(counts) - ZERO
