@@ -583,11 +583,12 @@ def refine(
     if region.side == "right":
         flipped_axes = [X_AXIS]
     image = _input_image(images, grid, crop, region, stage, flipped_axes, intensities, localisation)
-    prediction = stage.predict_probs(image, options or InferenceOptions())
     # Classes 1 to L are the labels of the region, whichever it is. Class 0 is the background, and
-    # classes above L belong to regions with more labels and to helper labels. They are copied even
-    # if no axis is flipped: a view would keep the other classes in memory.
-    probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped_axes)
+    # classes above L belong to regions with more labels and to helper labels.
+    classes = slice(1, 1 + len(region.labels))
+    prediction = stage.predict_probs(image, options or InferenceOptions(), classes)
+    # Copied even if no axis is flipped: with tiles, it is a view that keeps all classes in memory.
+    probs = _flipped(prediction.probs, flipped_axes)
     if prediction.std is None:
         return prediction._replace(probs=probs)
     # The standard deviation has no classes to leave out.

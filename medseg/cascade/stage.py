@@ -23,7 +23,7 @@ from medseg.geometry.sizes import network_size
 from medseg.inference.options import InferenceOptions
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.inference.tile_workers import Job, TileWorkers
-from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling
+from medseg.inference.tiles import ALL, PROBS_DTYPE, TilingPlan, plan_tiling
 from medseg.inference.tiles import least_budget_gib as least_tiling_budget_gib
 from medseg.inference.tiles import predict_probs as predict_tiled
 from medseg.memory.accounting import forward_bytes_per_voxel
@@ -234,7 +234,9 @@ class TrainedStage:
         """Whether several networks or flips are averaged."""
         return len(self.networks) * len(flips(self.task, options.tta)) > 1
 
-    def predict_probs(self, image: Tensor, options: InferenceOptions) -> Prediction:
+    def predict_probs(
+        self, image: Tensor, options: InferenceOptions, classes: slice = ALL
+    ) -> Prediction:
         """Run the networks on one normalised image.
 
         An image or tile that exceeds the budget goes through the network in slabs, which gives the
@@ -245,6 +247,7 @@ class TrainedStage:
         Args:
             image: Normalised image (C, D, H, W).
             options: Overlap of tiles, memory, flips.
+            classes: The classes whose probabilities are returned.
 
         Raises:
             UserError: If neither the image (or a tile of it) nor a slab of one plane fits into the
@@ -262,7 +265,7 @@ class TrainedStage:
             while True:
                 smaller_bytes = stage._smaller_slab_bytes(plan, shape)
                 try:
-                    mean, std = stage._run(image, plan, options)
+                    mean, std = stage._run(image, plan, options, classes)
                     stage.check_numbers(mean)
                     return Prediction(mean, std, plan, warnings)
                 # Not only torch.OutOfMemoryError: "CUDA error: out of memory" of a kernel has no
@@ -459,11 +462,12 @@ class TrainedStage:
 
     @torch.inference_mode()
     def _run(
-        self, image: Tensor, plan: TilingPlan, options: InferenceOptions
+        self, image: Tensor, plan: TilingPlan, options: InferenceOptions, classes: slice
     ) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the probabilities over all networks and flips.
 
-        Both are on the CPU, as in `Prediction`.
+        Both are on the CPU, as in `Prediction`. The mean is that of the chosen classes, the standard
+        deviation that of all.
         """
         # The image has the number format of the stage that it was made for. `self` is either that
         # stage or its copy by `_on_cpu`, which may have another precision.
@@ -474,12 +478,13 @@ class TrainedStage:
         # A view is a network and the axes along which it sees the image flipped.
         views = list(product(range(len(self.networks)), flips(self.task, options.tta)))
         if len(views) == 1:
-            return self._predict_view(0, (), image, plan, options).cpu(), None
+            return self._predict_view(0, (), image, plan, options, classes).cpu(), None
         # Sum of the probabilities (K, D, H, W), and of their squares over all classes (D, H, W).
         total: Tensor | None = None
         squares: Tensor | None = None
         for network_index, axes in views:
-            probs = self._predict_view(network_index, axes, image, plan, options).to(torch.float32)
+            probs = self._predict_view(network_index, axes, image, plan, options, ALL)
+            probs = probs.to(torch.float32)
             # In place where possible: each of these tensors is as large as the result in float32.
             if total is None or squares is None:
                 total = probs
@@ -495,7 +500,7 @@ class TrainedStage:
         # either. Rounding may bring it below 0.
         variance = squares.div_(len(views)).sub_(mean.square().sum(0))
         variance.clamp_(min=0).div_(2)
-        return mean.to(PROBS_DTYPE).cpu(), variance.sqrt_().cpu()
+        return mean[classes].to(PROBS_DTYPE).cpu(), variance.sqrt_().cpu()
 
     def _predict_view(
         self,
@@ -504,6 +509,7 @@ class TrainedStage:
         image: Tensor,
         plan: TilingPlan,
         options: InferenceOptions,
+        classes: slice,
     ) -> Tensor:
         """Probabilities (K, D, H, W) of one network for one flip of the image, flipped back.
 
@@ -513,6 +519,7 @@ class TrainedStage:
             image: Normalised image (C, D, H, W).
             plan: How it goes through the network.
             options: Overlap of tiles.
+            classes: The classes that are returned.
         """
         network = self.networks[network_index]
         slab_bytes = plan.slab_bytes
@@ -540,6 +547,7 @@ class TrainedStage:
             # A tile of nothing but air is not predicted. Without a window, the value of air may
             # also occur inside the body.
             skips_air=all(channel.window_hu for channel in self.task.channels),
+            classes=classes,
             **runners,
         )
         if axes:

@@ -21,6 +21,7 @@ PROBS_DTYPE = torch.float16
 # Number of voxels whose logits are converted to float32 probabilities at a time: few enough for the
 # processor's cache.
 SLAB_VOXELS = 2**18
+ALL = slice(None)  # all classes
 # Standard deviation of the Gaussian weights of a tile, as a fraction of the tile's length.
 SIGMA_SHARE = 1 / 8
 
@@ -37,6 +38,7 @@ def predict_probs(
     num_parallel: int = 1,
     skips_air: bool = True,
     run_in_slabs: Callable[[Tensor, Callable[[Tensor], None]], None] | None = None,
+    classes: slice = ALL,
 ) -> Tensor:
     """Predict class probabilities of one crop.
 
@@ -62,14 +64,15 @@ def predict_probs(
             (1, K, d, H, W) of one slab after the other to a function (second argument); None runs
             `network` in one pass. Not used for tiles: their logits are small, so `network` itself
             may run a tile in slabs.
+        classes: The classes whose probabilities are returned.
 
     Returns:
-        Probabilities (K, D, H, W), float16, on the device of the logits.
+        Probabilities of the chosen classes, (K, D, H, W), float16, on the device of the logits.
     """
     shape = image.shape[2:]
     with torch.inference_mode():
         if tile_size is None:
-            collector = _ProbsCollector(shape)
+            collector = _ProbsCollector(shape, classes)
             padded = pad_at_end(image, network_size(shape, divisor), AIR)
             if run_in_slabs is None:
                 collector.add(network(padded))
@@ -90,7 +93,7 @@ def predict_probs(
             run_batches, padded, tile_size, overlap, batch_size, num_parallel, skips_air
         )
         depth, height, width = shape
-        return probs[:, :depth, :height, :width]
+        return probs[classes, :depth, :height, :width]
 
 
 def most_probable(probs: Tensor) -> Tensor:
@@ -247,14 +250,16 @@ class _ProbsCollector:
     """Converts the logits of a crop into probabilities, slab by slab in ascending z.
 
     Attributes:
-        probs: Probabilities (K, D, H, W), float16; set by the first call of `add`.
+        probs: Probabilities of the chosen classes, (K, D, H, W), float16; set by the first call of
+            `add`.
     """
 
     probs: Tensor
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], classes: slice) -> None:
         """Prepare for a crop of the shape (D, H, W)."""
         self._shape = shape
+        self._classes = classes
         self._num_filled = 0  # planes of `probs` that have their values
 
     def add(self, logits: Tensor) -> None:
@@ -264,14 +269,15 @@ class _ProbsCollector:
         """
         depth, height, width = self._shape
         if self._num_filled == 0:
-            self.probs = new_tensor((logits.shape[1], *self._shape), PROBS_DTYPE, logits.device)
+            num_kept = len(range(logits.shape[1])[self._classes])
+            self.probs = new_tensor((num_kept, *self._shape), PROBS_DTYPE, logits.device)
         # The crop was padded at the end of each axis.
         inside = logits[0, :, : depth - self._num_filled, :height, :width]
         planes_at_a_time = max(1, SLAB_VOXELS // (height * width))
         for slab in inside.split(planes_at_a_time, dim=1):
             stop = self._num_filled + slab.shape[1]
             target = self.probs[:, self._num_filled : stop]
-            target[:] = torch.softmax(slab, dim=0, dtype=torch.float32)
+            target[:] = torch.softmax(slab, dim=0, dtype=torch.float32)[self._classes]
             self._num_filled = stop
 
 
