@@ -466,8 +466,8 @@ class TrainedStage:
     ) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the probabilities over all networks and flips.
 
-        Both are on the CPU, as in `Prediction`. The mean is that of the chosen classes, the standard
-        deviation that of all.
+        Both are on the CPU, as in `Prediction`. The mean has the chosen classes only, the standard
+        deviation covers all.
         """
         # The image has the number format of the stage that it was made for. `self` is either that
         # stage or its copy by `_on_cpu`, which may have another precision.

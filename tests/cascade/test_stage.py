@@ -22,7 +22,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import GridRule
 from medseg.inference.options import InferenceOptions
-from medseg.inference.tiles import TilingPlan
+from medseg.inference.tiles import ALL, TilingPlan
 from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import Traits
 from medseg.models.unet import UNet
@@ -203,9 +203,7 @@ def test_a_full_gpu_is_left_with_tiles_of_the_same_size(
 def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[str] = []
 
-    def run(
-        trained: TrainedStage, image: Tensor, plan: TilingPlan, options: InferenceOptions
-    ) -> Any:
+    def run(trained: TrainedStage, image: Tensor, plan: TilingPlan, *_: object) -> Any:
         plans.append(f"{trained.device.type}: {plan}")
         if trained.device.type == "meta":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -382,9 +380,8 @@ def test_several_checkpoints_are_averaged_and_their_spread_is_the_standard_devia
         stage(network, "fine").predict_probs(image(), InferenceOptions()) for network in networks
     ]
     assert [single.std for single in singles] == [None] * 3
-    result = stage(networks[0], "fine", others=tuple(networks[1:])).predict_probs(
-        image(), InferenceOptions()
-    )
+    averaged = stage(networks[0], "fine", others=tuple(networks[1:]))
+    result = averaged.predict_probs(image(), InferenceOptions())
     foreground = torch.stack([single.probs[1].float() for single in singles])
     torch.testing.assert_close(result.probs[1].float(), foreground.mean(0), rtol=0, atol=2.0**-11)
     torch.testing.assert_close(
@@ -392,6 +389,10 @@ def test_several_checkpoints_are_averaged_and_their_spread_is_the_standard_devia
     )
     assert result.std is not None
     torch.testing.assert_close(result.std, foreground.std(0, correction=0), rtol=0, atol=1e-3)
+    chosen = averaged.predict_probs(image(), InferenceOptions(), classes=slice(1, 2))
+    assert torch.equal(chosen.probs, result.probs[1:])
+    assert chosen.std is not None
+    assert torch.equal(chosen.std, result.std)
 
 
 def test_flips_leave_the_sides_where_they_count() -> None:
@@ -517,7 +518,7 @@ def test_tiles_go_through_the_network_in_the_batches_of_the_plan(
         trained = stage(network, "fine")
         plan = TilingPlan((32, 32, 32), batch_size=batch_size)
         cube = image()[:, :64, :64, :64]
-        probs, _ = trained._run(cube, plan, InferenceOptions(overlap=overlap))
+        probs, _ = trained._run(cube, plan, InferenceOptions(overlap=overlap), ALL)
         sizes = [shape[0] for shape in network.shapes]
         assert sum(sizes) == num_tiles
         assert max(sizes) == batch_size
@@ -574,9 +575,7 @@ def test_slabs_after_a_full_memory_get_half_of_what_did_not_fit(
     plans: list[Any] = []
     free_bytes = 30e6
 
-    def run(
-        trained: TrainedStage, given: Tensor, plan: TilingPlan, options: InferenceOptions
-    ) -> Any:
+    def run(trained: TrainedStage, given: Tensor, plan: TilingPlan, *_: object) -> Any:
         plans.append(plan.slab_bytes)
         if plan.slab_bytes is None or plan.slab_bytes > free_bytes:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,25 @@ entry.run("predict", job)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not Path("/proc/self/task").is_dir(),
+    reason="only on x86 no library of medseg multiplies with OpenBLAS; Linux lists the threads",
+)
+@pytest.mark.parametrize(("given", "num_threads"), [({}, 1), ({"OPENBLAS_NUM_THREADS": "2"}, 2)])
+def test_commands_start_no_waiting_threads_of_numpy(
+    given: dict[str, str], num_threads: int
+) -> None:
+    count = "import medseg.commands.entry, os; print(len(os.listdir('/proc/self/task')))"
+    done = subprocess.run(
+        [sys.executable, "-c", count],
+        env=ENVIRONMENT | given,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    assert int(done.stdout) == min(num_threads, os.cpu_count() or 1)
+
+
 @pytest.mark.parametrize(
     ("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
 )

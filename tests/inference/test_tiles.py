@@ -42,6 +42,17 @@ def test_tiles_equal_the_whole(
     torch.testing.assert_close(whole, expected.half(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("tile_size", [None, (6, 12, 16)])
+@pytest.mark.parametrize("classes", [slice(1, 2), slice(1, None)])
+def test_chosen_classes_have_the_probabilities_that_they_have_among_all(
+    tile_size: tuple[int, int, int] | None, classes: slice
+) -> None:
+    options: dict[str, Any] = {"tile_size": tile_size, "overlap": 0.5, "divisor": (2, 4, 8)}
+    every = predict_probs(pointwise, noise((9, 13, 15)), **options)
+    chosen = predict_probs(pointwise, noise((9, 13, 15)), **options, classes=classes)
+    assert torch.equal(chosen, every[classes])
+
+
 @pytest.mark.parametrize("slab_voxels", [1, 300])
 def test_slabs_of_a_whole_crop_change_nothing(
     slab_voxels: int, monkeypatch: pytest.MonkeyPatch
