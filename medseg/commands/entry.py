@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+import medseg.commands.numpy_threads  # noqa: F401  (before all modules that import NumPy)
 from medseg.conf_folder import conf_dir
 from medseg.config.check import explain, resolved, to_config
 from medseg.config.completion import complete, is_completion, line_words
