@@ -41,6 +41,7 @@ from medseg.prediction.scans import (
     divide_studies,
     find_scans,
     join_channels,
+    may_be_channel,
     may_hold_studies,
     output_paths,
 )
@@ -131,11 +132,12 @@ def _predict_source(
     scans = [scan._replace(archive=archive) for scan in scans]
     output = Path(config.output)
     # Outputs are checked before the weights are loaded, if the cases are known by now. Which DICOM
-    # files make a case depends on the task, which is in the checkpoints.
+    # files make a case, and whether numbers of files are those of channels, depends on the task,
+    # which is in the checkpoints.
     has_studies = config.has_scan_path and any(map(may_hold_studies, scans))
     if config.series_pick is not None and not has_studies:
         say(f"{config.input}: no DICOM folder, so series_pick={config.series_pick} has no effect")
-    if not has_studies:
+    if not has_studies and not any(map(may_be_channel, scans)):
         check_outputs(_outputs(output, source, scans), protected)
     loading_config = _for_the_task_alone(config) if is_on_ray else config
     # One model for each range of spacings, all of them for the same task.

@@ -490,6 +490,11 @@ def describe_loose(images: Sequence[NoSlice]) -> str:
     )
 
 
+def may_be_channel(scan: Scan) -> bool:
+    """Tell whether a scan may be a further channel of a case, see `join_channels`."""
+    return scan.name.endswith("_0001")
+
+
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
     """Join the channels of a case that are numbered as nnU-Net does: `<case>_0000`, `<case>_0001`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,14 @@ def test_two_channels_from_files_from_a_table_and_from_python_agree(
     (folder / "table.csv").write_text("case,image,image_1\nx,ct.nii.gz,mr.nrrd\n")
     assert predict(str(folder / "table.csv"), folder / "out", *fine_arguments) == 0
     assert np.array_equal(read_labels(folder / "out" / "x.nii.gz").array, labels)
+
+    # Files that are numbered as nnU-Net does are one case, so the output may be one file.
+    numbered = folder / "numbered"
+    numbered.mkdir()
+    shutil.copy(folder / "ct.nii.gz", numbered / "x_0000.nii.gz")
+    shutil.copy(folder / "mr.nrrd", numbered / "x_0001.nrrd")
+    assert predict(str(numbered), folder / "joined.nii.gz", *fine_arguments) == 0
+    assert np.array_equal(read_labels(folder / "joined.nii.gz").array, labels)
 
     segmenter = Segmenter(["c"], ["f"] if task.regions else [], accelerator="cpu")
     result = segmenter.segment([folder / "ct.nii.gz", folder / "mr.nrrd"])
