@@ -153,7 +153,9 @@ class Segmenter:
         # kinds were read or copied.
         is_owned = not any(isinstance(channel, Volume) for channel in channels)
         name = _name_of(first)
-        result = segment_scan(volume, name, self.cascade, more_channels, is_owned=is_owned)
+        result = segment_scan(
+            volume, name, self.cascade, more_channels, is_owned=is_owned, scale=hu
+        )
         labels = _like(first, Volume(result.labels, volume.grid, volume.header))
         total_s = time.perf_counter() - start_s
         durations_s = {"read": read_s, **result.durations_s, "total": total_s}

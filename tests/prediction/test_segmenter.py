@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import forked
 import nibabel
@@ -18,6 +19,7 @@ from monai.data import MetaTensor
 from oracle import CoarseOracle, FineOracle, dice, scan, stage
 
 import medseg
+from medseg.data.audit.image import check_channels
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import Backend, InferenceOptions, Sums
@@ -256,6 +258,21 @@ def test_values_that_are_no_hu_are_scaled(segmenter: medseg.LungSegmenter) -> No
     right = segmenter.segment(volume).labels.array
     assert not np.array_equal(segmenter.segment(high).labels.array, right)
     assert np.array_equal(segmenter.segment(high, HuScale(offset=-1024.0)).labels.array, right)
+
+
+def test_the_advice_on_a_scale_knows_the_scale_that_was_given(
+    segmenter: medseg.LungSegmenter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = []
+
+    def check(*arguments: Any, scale: HuScale, **options: Any) -> Any:
+        scales.append(scale)
+        return check_channels(*arguments, scale=scale, **options)
+
+    monkeypatch.setattr("medseg.prediction.case.check_channels", check)
+    volume, _ = scan()
+    segmenter.segment(volume, HuScale(offset=1024.0))
+    assert scales == [HuScale(offset=1024.0)]
 
 
 def test_threads_share_a_segmenter(segmenter: medseg.LungSegmenter) -> None:
