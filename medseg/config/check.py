@@ -463,11 +463,18 @@ def _explain_syntax(override: str, lines: Sequence[str]) -> str:
         if " while evaluating " in line and "Unknown function" not in line:
             return f"{override}: {line}"
     # Without the single quotes the shell would remove the double ones.
-    return (
+    sentence = (
         f"{override}: cannot be read; close all brackets and quotes, and put a text with signs "
         "such as ä, ( or = in double quotes, the argument in single ones: "
         """'<key>={liver: ["Leber (groß)"]}'"""
     )
+    if "{" in override:
+        # Hydra's grammar has no quotes there.
+        sentence += (
+            "; before a colon no such sign can stand: write a task with such labels into a file, "
+            "task=<file>.yaml"
+        )
+    return sentence
 
 
 def _explain_reference(key: str, sentence: str) -> str:

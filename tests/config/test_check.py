@@ -594,6 +594,7 @@ def test_a_text_that_hydra_cannot_read_is_read_in_double_quotes(name: str) -> No
     message = explain(caught.value)
     assert message.startswith(f"{typed}: cannot be read; ")
     assert "in double quotes" in message
+    assert "into a file" in message
     quoted = compose("task=abdomen", f'+data.label_values={{liver: ["{name}"]}}')
     assert to_config(quoted, TrainConfig).data.label_values == {"liver": [name]}
 

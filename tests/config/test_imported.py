@@ -8,10 +8,11 @@ from typing import Any
 import hydra
 import pytest
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from layouts import make_luna16, make_nnunet
 
 from medseg.conf_folder import conf_dir
-from medseg.config.check import to_config
+from medseg.config.check import explain, to_config
 from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, with_task
 from medseg.config.schema import CrossValidateConfig, EvaluateConfig
 from medseg.errors import UserError
@@ -51,6 +52,20 @@ def test_a_task_with_other_types_is_refused(content: str, message: str, tmp_path
     (tmp_path / "task.yaml").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=message):
         with_task([f"data.cases={tmp_path / 'cases.csv'}"], TrainConfig)
+
+
+def test_labels_that_no_argument_can_name_are_read_from_the_file_of_a_task(tmp_path: Path) -> None:
+    labels = "{Größe (L): 1}"
+    with pytest.raises(HydraException) as caught:
+        compose([f"task={{name: t, labels: {labels}}}"])
+    assert explain(caught.value).endswith(
+        "write a task with such labels into a file, task=<file>.yaml"
+    )
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        f"name: t\nregions: null\nwindow_hu: [-200, 300]\nlabels: {labels}\n", encoding="utf-8"
+    )
+    assert compose(["stage=single", f"task={path}"]).task.labels == {"Größe (L)": 1}
 
 
 def test_the_task_of_a_data_set_replaces_that_of_the_lungs(
