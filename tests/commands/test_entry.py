@@ -115,8 +115,6 @@ entry.run("predict", job)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP")
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or not Path("/proc/self/task").is_dir(),
     reason="only on x86 no library of medseg multiplies with OpenBLAS; Linux lists the threads",
@@ -136,6 +134,8 @@ def test_commands_start_no_waiting_threads_of_numpy(
     assert int(done.stdout) == min(num_threads, os.cpu_count() or 1)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP")
 @pytest.mark.parametrize(
     ("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
 )
