@@ -17,6 +17,7 @@ from medseg.io.write import write_image
 
 LUNGS = Path(__file__).resolve().parents[2] / "data" / "lungs"
 ROWS = list(csv.DictReader((LUNGS / "cases.csv").open(newline="", encoding="utf-8")))
+COMPLETED = list(csv.DictReader((LUNGS / "completed.csv").open(newline="", encoding="utf-8")))
 VALUES = {"trust_left_lung": 1, "trust_right_lung": 2}
 
 
@@ -45,6 +46,29 @@ def test_a_side_is_in_the_mask_unless_it_is_absent(name: str) -> None:
     present = set(np.unique(read_labels(LUNGS / row["labels"]).array).tolist())
     expected = {value for column, value in VALUES.items() if row[column] != "absent"}
     assert present == {0, *expected}
+
+
+@pytest.mark.parametrize("row", COMPLETED, ids=lambda row: row["case"])
+def test_completed_masks_have_their_checksums_and_change_little(row: dict[str, str]) -> None:
+    (case,) = (case for case in ROWS if case["case"] == row["case"])
+    mask = read_labels(LUNGS / case["labels"])
+    for column, checksum in (("labels", "mask_sha256"), ("labels_2", "mask_2_sha256")):
+        path = LUNGS / row[column]
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == row[checksum], column
+        completed = read_labels(path)
+        assert completed.grid == mask.grid
+        for trust, value in VALUES.items():
+            was = mask.array == value
+            now = completed.array == value
+            if row[trust] == "completed":
+                # At most 6 % of a side had been left out.
+                assert dice(was, now) > 0.96, (column, trust)
+            else:
+                assert np.array_equal(was, now), (column, trust)
+
+
+def dice(first: np.ndarray, second: np.ndarray) -> float:
+    return float(2 * (first & second).sum() / (first.sum() + second.sum()))
 
 
 def test_every_licence_is_stated() -> None:
