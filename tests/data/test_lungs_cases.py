@@ -14,6 +14,7 @@ import pytest
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_image
+from medseg.metrics.scores import dice
 
 LUNGS = Path(__file__).resolve().parents[2] / "data" / "lungs"
 ROWS = list(csv.DictReader((LUNGS / "cases.csv").open(newline="", encoding="utf-8")))
@@ -65,10 +66,6 @@ def test_completed_masks_have_their_checksums_and_change_little(row: dict[str, s
                 assert dice(was, now) > 0.96, (column, trust)
             else:
                 assert np.array_equal(was, now), (column, trust)
-
-
-def dice(first: np.ndarray, second: np.ndarray) -> float:
-    return float(2 * (first & second).sum() / (first.sum() + second.sum()))
 
 
 def test_every_licence_is_stated() -> None:
