@@ -26,6 +26,9 @@ _OUT_OF_MEMORY = (
     # The system has no memory for the stack of a thread.
     "can't start new thread",
 )
+# All that oneDNN says where it finds no memory for the code or the constants of a kernel. With
+# "descriptor" behind it, the words mean a kernel that does not exist.
+_ONEDNN_OUT_OF_MEMORY = "could not create a primitive"
 
 
 class UserError(Exception):
@@ -60,5 +63,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     # A loader worker ends with this code when its memory runs out.
     if text.startswith("DataLoader worker") and f"with exit code {EXIT_OUT_OF_MEMORY}." in text:
+        return True
+    if text.strip() == _ONEDNN_OUT_OF_MEMORY:
         return True
     return any(words in text for words in _OUT_OF_MEMORY)

@@ -16,11 +16,13 @@ MEMORY = [
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("can't start new thread"),
+    RuntimeError("could not create a primitive"),
 ]
 OTHERS = [
     ValueError("CUDA out of memory"),
     RuntimeError("cuDNN error: CUDNN_STATUS_BAD_PARAM"),
     OSError(28, "No space left on device"),
+    RuntimeError("could not create a primitive descriptor for a convolution"),
 ]
 
 
