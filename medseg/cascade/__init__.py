@@ -1,1 +1,1 @@
-"""Cascade of two trained stages: localise the regions, refine each in its crop, join them."""
+"""Coarse and fine stage together on one scan: localise the regions, refine each, join them."""

@@ -1,1 +1,1 @@
-"""Cases and training samples: case tables, splits, audit, cache, sampling and augmentation."""
+"""Cases and training samples: importers, case table, audit, splits, cache, draws, augmentation."""

@@ -1,1 +1,1 @@
-"""Evaluation of a folder of predictions: references matched and scored."""
+"""Evaluation of a folder of predictions: matching with references, and the tables of scores."""

@@ -1,1 +1,1 @@
-"""Switches that save memory or time in any network, and the memory count of a training step."""
+"""Memory of one training step: the switches that save it, and the count of its bytes."""

@@ -1,1 +1,1 @@
-"""Scores of two masks, figures in HU of labels, and adapters to metrics of other libraries."""
+"""Metrics of one pair of masks, figures in HU of labels, adapters to metrics of other libraries."""

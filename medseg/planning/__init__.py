@@ -1,1 +1,1 @@
-"""Peak memory and duration of a run before it starts, and the switches that fit into a budget."""
+"""Forecast of a whole run: its peak memory and duration, and the switches that fit a budget."""

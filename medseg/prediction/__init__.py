@@ -1,1 +1,1 @@
-"""Prediction of whole scans: finding them, batches, engines, result files, and the Python API."""
+"""From scan files to label files: scans found, segmented in batches, written; the Python API."""

@@ -1,1 +1,1 @@
-"""Orient, resample, normalise and crop: steps that training and prediction share."""
+"""Orient, resample, normalise and crop images, the same in training and prediction."""

@@ -1,1 +1,1 @@
-"""Reports: paired differences of two results, pages over runs and cases, viewer, plots as PNG."""
+"""Reports: comparison of two results, HTML pages over runs and cases, viewer, plots."""

@@ -1,1 +1,1 @@
-"""Run folders: status, signature, locks, processes; one training, and sweeps of many."""
+"""A run on disk and as processes: folder, status, locks, ranks, the order of its steps, sweeps."""

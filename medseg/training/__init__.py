@@ -1,1 +1,1 @@
-"""A training run's objects: Lightning module, data module, callbacks and schedules."""
+"""The objects that train: Lightning module, data module, callbacks, optimiser and schedule."""

@@ -1,1 +1,1 @@
-"""Trained weights: their files and model folders, and the included weights."""
+"""Files of trained weights, model folders of medseg, and the included weights."""
