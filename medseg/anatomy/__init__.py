@@ -1,1 +1,1 @@
-"""Knowledge of patients and organs: outline, sides, plausible volumes, painted disease, rules."""
+"""Knowledge of patients and organs: outline, sides, plausible volumes, synthetic disease, rules."""

@@ -1,1 +1,1 @@
-"""Commands of one run, and the table of all; commands of several runs are in `studies`."""
+"""Commands that do one thing, such as `train`, and the table of all; see `studies` for the rest."""

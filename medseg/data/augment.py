@@ -139,7 +139,8 @@ class Affine:
 class Flip(Effect):
     """Flip of each named axis (0 = z, 1 = y, 2 = x) with probability 0.5.
 
-    A flip of x exchanges left and right: `augment.flip_axes` refuses it for a task with sides.
+    A flip of x exchanges left and right: `medseg.training.clashes` refuses it for a task with
+    sides.
     """
 
     is_spatial: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Export of a network to ONNX and OpenVINO: conversion, comparison with torch, and files."""
+"""Export of a network to ONNX and OpenVINO: conversion to bytes, and comparison with torch."""
 
 from __future__ import annotations
 

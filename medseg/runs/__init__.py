@@ -1,1 +1,1 @@
-"""A run on disk and as processes: folder, status, locks, ranks, the order of its steps, sweeps."""
+"""A run on disk and as processes: folder, status, locks, ranks, jobs of a sweep."""

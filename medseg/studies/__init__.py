@@ -1,1 +1,1 @@
-"""Studies: commands that combine several runs, such as ladder, cross-validation and search."""
+"""Commands that combine several runs: cross-validation, search, memory ladder, comparisons."""
