@@ -38,6 +38,15 @@ def test_names_with_dollars_are_no_formulas(tmp_path: Path) -> None:
     score_plot([score("a", broken, "", 0.5)], tmp_path / "b.png")
 
 
+def test_a_name_that_is_not_utf8_is_drawn_as_codes(tmp_path: Path) -> None:
+    name = "M\udcfcller"
+    score_plot([score(name, "heart", "", 0.5)], tmp_path / "a.png")
+    draw_lr_range([0.1, 0.2], [1.0, 0.5], [1.0, 0.5], 0.1, name, tmp_path / "b.png")
+    draw_lr_range([0.1, 0.2], [1.0, 0.5], [1.0, 0.5], 0.1, "M\\udcfcller", tmp_path / "c.png")
+    assert (tmp_path / "a.png").is_file()
+    assert (tmp_path / "b.png").read_bytes() == (tmp_path / "c.png").read_bytes()
+
+
 def test_one_perfect_case_is_enough(tmp_path: Path) -> None:
     score_plot([score("a", "heart", "absent", 1.0)], tmp_path / "a.png")
     assert np.ptp(np.asarray(Image.open(tmp_path / "a.png").convert("L"))) > 100
