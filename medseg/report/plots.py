@@ -1,5 +1,6 @@
 """Plots in one style, as small PNG files: panels of bars, scores, learning rates, Pareto fronts."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -66,6 +67,8 @@ def write_png(figure: Any, path: Path) -> None:
     for text in figure.findobj(Text):
         # Matplotlib draws no surrogates, which stand for such bytes in Python.
         text.set_text(text.get_text().encode(errors="backslashreplace").decode())
+    # A letter that the font lacks, such as a Chinese one, is drawn as a box.
+    warnings.filterwarnings("ignore", "Glyph .* missing from font")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")

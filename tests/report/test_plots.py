@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def test_a_name_that_is_not_utf8_is_drawn_as_codes(tmp_path: Path) -> None:
     draw_lr_range([0.1, 0.2], [1.0, 0.5], [1.0, 0.5], 0.1, "M\\udcfcller", tmp_path / "c.png")
     assert (tmp_path / "a.png").is_file()
     assert (tmp_path / "b.png").read_bytes() == (tmp_path / "c.png").read_bytes()
+
+
+def test_letters_that_the_font_lacks_cause_no_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        score_plot([score("患者 1", "heart", "", 0.5)], tmp_path / "a.png")
+    assert not caught
 
 
 def test_one_perfect_case_is_enough(tmp_path: Path) -> None:
