@@ -6,7 +6,7 @@ alone: not on the number of loader workers, their start method or an interruptio
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -209,13 +209,15 @@ def check_transform(
         ValueError: If the transform fails, changes the shape, interpolates labels, moves the image
             without the labels, or mirrors the sides.
     """
-    _check_keys(transform)
+    for part in _parts_of(transform):
+        _check_keys(part)
     # A copy that is applied to every sample. MONAI calls the attribute `prob`, our effects call it
     # `probability`; our effects are frozen dataclasses, hence `object.__setattr__`.
     eager_transform = copy.deepcopy(transform)
-    for name in ("prob", "probability"):
-        if hasattr(eager_transform, name):
-            object.__setattr__(eager_transform, name, 1.0)
+    for part in _parts_of(eager_transform):
+        for name in ("prob", "probability"):
+            if hasattr(part, name):
+                object.__setattr__(part, name, 1.0)
     transforms = Transforms([eager_transform])
     labels = _probe_labels()
     # Each label has a value of its own within [-1, 1].
@@ -244,6 +246,15 @@ def check_transform(
                 "it mirrors left and right, which the task distinguishes; leave that axis out, or "
                 "give augment.allow_mirroring=true"
             )
+
+
+def _parts_of(transform: Any) -> Iterator[Any]:
+    """Yield a transform, and the transforms that it applies or chooses from, as MONAI's `OneOf`."""
+    yield transform
+    parts = getattr(transform, "transforms", ())
+    if isinstance(parts, (list, tuple)):
+        for part in parts:
+            yield from _parts_of(part)
 
 
 def _check_keys(transform: Any) -> None:

@@ -19,7 +19,12 @@ from medseg.errors import UserError
 from medseg.findings import sentences_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import SUFFIXES, case_name, volume_files, volume_suffix
-from medseg.io.label_files import LABEL_ENDINGS, label_file, labels_of_report
+from medseg.io.label_files import (
+    LABEL_ENDINGS,
+    label_file,
+    labels_of_report,
+    values_of_report,
+)
 from medseg.io.read import read_labels
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import orient
@@ -194,7 +199,8 @@ def read_pair(
     if reference.labels is None:
         raise UserError("the case has no reference; give its label map")
     if prediction.masks:
-        pred_volume = _merge_masks(prediction.masks, task)
+        report = prediction.path.with_name(f"{case_name(prediction.path)}.json")
+        pred_volume = _merge_masks(prediction.masks, values_of_report(report, task))
     else:
         pred_volume = read_labels(prediction.path)
     # A reference in DICOM is read on the grid of its scan.
@@ -304,31 +310,24 @@ def _key(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _merge_masks(masks: Mapping[str, Path], task: Task) -> Volume:
+def _merge_masks(masks: Mapping[str, Path], values: Mapping[str, int]) -> Volume:
     """Merge the masks of a prediction into a label map.
-
-    The n-th mask has the value n, from 1. Only the results of a task with helper labels, which have
-    no mask, may leave out values: their masks have the values of the task.
 
     Args:
         masks: Label to the file of its mask, in the order of the label values.
-        task: Task of the evaluation.
+        values: Label to its value in the label map.
 
     Raises:
         UserError: If a mask cannot be read, or their grids differ.
     """
-    result_labels = task.without_helpers().labels
-    values = list(range(1, 1 + len(masks)))
-    if list(masks) == list(result_labels):
-        values = list(result_labels.values())
     merged = None
-    for value, path in zip(values, masks.values(), strict=True):
+    for name, path in masks.items():
         mask = read_labels(path)
         if merged is None:
             # The label map gets the grid and metadata of the first mask.
             merged = replace(mask, array=np.zeros(mask.array.shape, dtype=np.uint8))
         check_grid(f"mask {path.name}'s", mask.grid, "other masks'", merged.grid)
-        merged.array[mask.array > 0] = value
+        merged.array[mask.array > 0] = values[name]
     assert merged is not None, "a task has labels"
     return merged
 

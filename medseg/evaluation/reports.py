@@ -13,6 +13,7 @@ from medseg.findings import Severity
 from medseg.inference.segmentation import StatedBound
 from medseg.io.identity import Identity
 from medseg.io.inputs import case_name
+from medseg.io.label_files import values_of_report
 from medseg.io.text import read_json
 from medseg.preprocess.scale import HuScale
 from medseg.report.case_viewer import CaseReport
@@ -52,28 +53,28 @@ def check_labels(prediction: Path, task: Task) -> None:
         UserError: If the report gives a label of the task another value, or if it has no label of
             the task and another number of labels.
     """
-    try:
-        report = read_json(beside(prediction, ".json"))
-        names = list(map(str, report["volume_ml"]))  # in the order of the values
-    except _NO_REPORT:
+    labels = values_of_report(beside(prediction, ".json"), task)
+    if not labels:
         return
-    # The results of this task name no helper labels, whose values may lie between the others.
-    if names == list(task.without_helpers().labels):
-        return
-    task_names = list(task.labels)
-    common_names = set(names) & set(task_names)
-    # Label values follow the order of the names, from 1.
-    have_same_values = all(names.index(name) == task_names.index(name) for name in common_names)
+    common_names = labels.keys() & task.labels.keys()
+    have_same_values = all(labels[name] == task.labels[name] for name in common_names)
     # Without a common name, the labels may still be the same under other names, as in another
     # language, if their number is the same.
-    may_be_same_labels = bool(common_names) or len(names) == len(task_names)
+    may_be_same_labels = bool(common_names) or len(labels) == len(task.labels)
     if not have_same_values or not may_be_same_labels:
         raise UserError(
-            f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task "
-            f"{task.name} has {', '.join(task_names)}; give the task of the prediction "
+            f"the prediction {prediction.name} has the labels {_describe(labels)}, but the task "
+            f"{task.name} has {_describe(task.labels)}; give the task of the prediction "
             "(task=<name> or task=<file>.yaml), or import the data set with the labels of the "
             "prediction (labels=[…])"
         )
+
+
+def _describe(labels: Mapping[str, int]) -> str:
+    """List labels, with their values unless these count from 1."""
+    if list(labels.values()) == list(range(1, 1 + len(labels))):
+        return ", ".join(labels)
+    return ", ".join(f"{name} = {value}" for name, value in labels.items())
 
 
 def read_case_report(prediction: Path) -> CaseReport:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from medseg.knob import Knob
+from medseg.targets import TARGET
 
 DICE_CE = "medseg.losses.dice_ce.DiceCrossEntropyLoss"
 
@@ -47,7 +48,9 @@ class DiceCeOptions(LossOptions):
 def loss_clashes(loss: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each contradiction between the keys of a loss.
 
-    Losses of other classes lack these keys, and have no contradiction.
+    Losses of other classes may mean something else by these keys, such as weights of classes.
     """
+    if loss.get(TARGET) != DICE_CE:
+        return
     if loss.get("dice_weight", 1) + loss.get("ce_weight", 1) <= 0:
         yield "loss.dice_weight and loss.ce_weight: at least one must be positive"

@@ -209,6 +209,7 @@ def segment_scan(
     if len(arrays) == len(modalities):
         if model.keeps_values:
             facts = [measure_image(array) for array in arrays]
+            facts[0] = replace(facts[0], scale=scale)
             audit_findings = audit_channels(facts, modalities)
         else:
             # Also replaces padding by air in the arrays.

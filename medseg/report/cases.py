@@ -283,11 +283,13 @@ def _error_volumes_ml(row: Row) -> dict[str, float]:
 
 
 def _format_score(name: str, value: float) -> str:
-    """Format a score: mm and ml with one decimal, any other score with four.
+    """Format a score: mm and ml with one decimal, or two digits below 1; any other with four.
 
     Example:
         >>> [_format_score("dice", 0.98765), _format_score("hd95_mm", 2.345)]
         ['0.9877', '2.3']
+        >>> _format_score("volume_ref_ml", 0.0312)
+        '0.031'
         >>> _format_score("hd95_mm", math.inf)
         'none'
     """
@@ -295,4 +297,7 @@ def _format_score(name: str, value: float) -> str:
         return "none"
     # The mm in the name of an NSD are its tolerance, not its unit.
     has_unit = name.endswith(("_mm", "_ml")) and not name.startswith("nsd")
-    return f"{value:.1f}" if has_unit else f"{value:.4f}"
+    if not has_unit:
+        return f"{value:.4f}"
+    # The volume of a small lesion must not become 0.
+    return f"{value:.2g}" if 0 < value < 1 else f"{value:.1f}"

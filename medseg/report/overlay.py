@@ -52,12 +52,14 @@ def grey_range(image: np.ndarray, window: tuple[float, float] | None) -> tuple[f
 
     They are the window, or without one the 1st and 99th percentile of the image.
     """
-    if window is None:
-        low, high = np.percentile(image, (1, 99)).tolist()
-    else:
-        low, high = window
-    # An image of one value still has a range.
-    return low, max(high, low + 1e-6)
+    if window is not None:
+        return window
+    low, high = np.percentile(image, (1, 99)).tolist()
+    # An image of one value still has a range. Any other image keeps its own, however small: a map
+    # of diffusion in m²/s has values of about 1e-9.
+    if low == high:
+        high = low + 1.0
+    return low, high
 
 
 def colour_of(number: int) -> str:

@@ -1,5 +1,6 @@
 """Plots in one style, as small PNG files: panels of bars, scores, learning rates, Pareto fronts."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -49,7 +50,8 @@ def new_figure(
 def write_png(figure: Any, path: Path) -> None:
     """Write a figure as a PNG file with a palette of 256 colours, half the size of true colour.
 
-    The file appears under its name only when it is complete; missing folders are made.
+    The file appears under its name only when it is complete; missing folders are made. Bytes of
+    names that are not UTF-8 are drawn as codes.
 
     Args:
         figure: Matplotlib figure without a window.
@@ -59,8 +61,14 @@ def write_png(figure: Any, path: Path) -> None:
         UserError: If the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
     from PIL import Image
 
+    for text in figure.findobj(Text):
+        # Matplotlib draws no surrogates, which stand for such bytes in Python.
+        text.set_text(text.get_text().encode(errors="backslashreplace").decode())
+    # A letter that the font lacks, such as a Chinese one, is drawn as a box.
+    warnings.filterwarnings("ignore", "Glyph .* missing from font")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")

@@ -123,6 +123,19 @@ FLIP_X, FLIP_Z = (
         (Flip([2]), True, False, "mirrors left and right"),
         (Flip([0, 1]), True, False, None),
         (made(monai.RandAxisFlipd, prob=0.1), True, False, "mirrors left and right"),
+        # Inside of others, a transform may be rare, too.
+        (
+            monai.OneOf([made(monai.RandFlipd, prob=0.001, spatial_axis=2)]),
+            True,
+            False,
+            "mirrors left and right",
+        ),
+        (
+            monai.OneOf([monai.RandAffined(keys=["image"], prob=0.5)]),
+            False,
+            False,
+            "moves voxels, so keys=",
+        ),
         (
             made(monai.RandAffined, prob=0.1, scale_range=[(-2.0, -2.0)] * 3),
             True,

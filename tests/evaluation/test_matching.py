@@ -157,6 +157,18 @@ def test_masks_alone_are_scored_as_the_label_map_that_they_make(tmp_path: Path) 
     assert list(find_predictions(folder)["a"].masks) == ["left_lung", "right_lung"]
 
 
+def test_masks_get_the_values_that_their_report_states(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    labels = save_prediction(folder, "a")
+    (folder / "a.nii.gz").unlink()
+    report = {"volume_ml": {"right_lung": 1.0}, "settings": {"labels": {"right_lung": 2}}}
+    (folder / "a.json").write_text(json.dumps(report), encoding="utf-8")
+    reference = Reference("a", save(tmp_path / "a.nii.gz", labels))
+    values: dict[int | str, str] = {1: "left_lung", 2: "right_lung"}
+    pred, target, _, _ = read_pair(find_predictions(folder)["a"], reference, LUNGS, values)
+    assert np.array_equal(pred, np.where(target == 2, 2, 0))
+
+
 def two_slabs(values: tuple[int, int]) -> np.ndarray:
     """Label map of two slabs along z, with background in front of both along y."""
     labels = np.zeros((4, 5, 6), dtype=np.uint8)

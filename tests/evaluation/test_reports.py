@@ -54,6 +54,27 @@ def test_a_label_at_another_value_is_refused(
         check_labels(tmp_path / "a.nii.gz", TASK)
 
 
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ({"heart": 1, "right_lung": 3}, None),
+        ({"right_lung": 3}, None),
+        ({"heart": 2}, "heart = 2, but the task thorax has heart, left_lung, right_lung"),
+    ],
+)
+def test_values_that_a_report_states_are_compared(
+    tmp_path: Path, labels: dict[str, int], words: str | None
+) -> None:
+    """`label_values` of `predict` may have given the labels any values."""
+    report = {"volume_ml": dict.fromkeys(labels, 1.0), "settings": {"labels": labels}}
+    (tmp_path / "a.json").write_text(json.dumps(report), encoding="utf-8")
+    if words is None:
+        check_labels(tmp_path / "a.nii.gz", TASK)
+        return
+    with pytest.raises(UserError, match=f"has the labels {words}; give"):
+        check_labels(tmp_path / "a.nii.gz", TASK)
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"volume_ml": 5}', '{"volume_ml": null}', "{}"])
 def test_a_report_of_another_program_says_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text, encoding="utf-8")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
+from medseg.losses.options import DICE_CE, loss_clashes
 from medseg.losses.sample_losses import (
     Term,
     TrainingLoss,
@@ -314,3 +315,10 @@ def test_a_loss_that_prefers_wrong_labels_is_refused_and_one_that_knows_none_is_
     check_loss(TrainingLoss([Term(1.0, Weighed(0.0), "indices")]), 3)
     with pytest.raises(ValueError, match="a finite scalar with a gradient"):
         check_loss(TrainingLoss([Term(1.0, Weighed(float("inf")), "indices")]), 3)
+
+
+def test_the_weights_of_another_loss_may_mean_something_else() -> None:
+    weights = {"dice_weight": 0.0, "ce_weight": 0.0}
+    assert list(loss_clashes({"_target_": DICE_CE, **weights}))
+    assert not list(loss_clashes({"_target_": "pkg.Loss", **weights}))
+    assert not list(loss_clashes({"_target_": "pkg.Loss", "ce_weight": [1.0, 5.0]}))

@@ -34,6 +34,7 @@ from medseg.prediction.case import is_small, segment_scan
 from medseg.prediction.case_report import checksums, refuse_other_json
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
+from medseg.preprocess.scale import HuScale
 from medseg.task import Channel, Task
 
 
@@ -512,3 +513,20 @@ def test_a_channel_of_mr_that_is_constant_is_a_warning(keeps_values: bool) -> No
     result = segment_scan(volume, "a", model, [np.zeros_like(image)])  # type: ignore[arg-type]
     assert result.status == "warnings"
     assert result.warnings == ["image_1: every voxel holds 0; export the scan again"]
+
+
+@pytest.mark.parametrize("keeps_values", [False, True])
+def test_the_advice_on_a_scale_replaces_the_one_that_was_given(keeps_values: bool) -> None:
+    rng = np.random.default_rng(0)
+    tissue_hu = rng.choice(
+        [-990, -850, -100, 50, 600], size=(8, 30, 40), p=[0.3, 0.2, 0.2, 0.2, 0.1]
+    )
+    image = np.rint(tissue_hu + rng.normal(0, 25, tissue_hu.shape)).astype(np.int16)
+    model = SimpleNamespace(
+        task=Task("t", {"organ": 1}, (), (Channel("ct", (-1000.0, 400.0)),)),
+        keeps_values=keeps_values,
+        segment=lambda volume, *_, **__: Segmentation(np.ones(image.shape, dtype=np.uint8)),
+    )
+    volume = Volume(image + np.int16(1024), VoxelGrid(image.shape, (2.0, 1.0, 1.0)))
+    result = segment_scan(volume, "a", model, scale=HuScale(offset=1024.0))  # type: ignore[arg-type]
+    assert "predict: hu_offset=0)" in result.warnings[0]

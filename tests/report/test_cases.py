@@ -89,6 +89,12 @@ def test_the_worst_case_comes_first_and_a_dice_leads_to_its_picture(tmp_path: Pa
     assert EVIL not in page
 
 
+def test_the_volumes_of_a_small_lesion_are_not_0() -> None:
+    page = render([score("a", "lesion", 0.5, pred_ml=0.031, ref_ml=0.042)])
+    assert ">0.031</td>" in page
+    assert ">0.042</td>" in page
+
+
 def test_of_equal_overlap_the_larger_distance_is_worse_and_a_case_has_its_worst_region() -> None:
     rows = [
         score("near", "left", 0.8, hd95_mm=2.0),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medseg.report.overlay import ERROR_COLOURS, Panel, overlay_montage
+from medseg.report.overlay import ERROR_COLOURS, Panel, grey_range, overlay_montage
 
 SHAPE = (20, 50, 60)
 SPACING_MM = (6.0, 3.0, 4.0)
@@ -46,6 +46,14 @@ def _draw(
         _body(), pred, reference, SPACING_MM, path, "Doe, John $x_1$ (ü)", label_names=NAMES
     )
     return np.asarray(Image.open(path).convert("RGB")), panels
+
+
+def test_small_values_keep_their_range() -> None:
+    """Diffusion in m²/s is about 1e-9; an image of one value has a range too."""
+    diffusion = np.linspace(0.0, 3e-9, 1000, dtype=np.float32)
+    assert grey_range(diffusion, None) == pytest.approx((3e-11, 2.97e-9), rel=1e-3)
+    low, high = grey_range(np.full(9, 1e9), None)
+    assert low < high
 
 
 @pytest.mark.parametrize("source", ["pred", "reference"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ def test_names_with_dollars_are_no_formulas(tmp_path: Path) -> None:
     panels = [Panel(broken, f"{{:.1f}} {broken}", [1.0])]
     draw_panels([broken], panels, broken, tmp_path / "a.png")
     score_plot([score("a", broken, "", 0.5)], tmp_path / "b.png")
+
+
+def test_a_name_that_is_not_utf8_is_drawn_as_codes(tmp_path: Path) -> None:
+    name = "M\udcfcller"
+    score_plot([score(name, "heart", "", 0.5)], tmp_path / "a.png")
+    draw_lr_range([0.1, 0.2], [1.0, 0.5], [1.0, 0.5], 0.1, name, tmp_path / "b.png")
+    draw_lr_range([0.1, 0.2], [1.0, 0.5], [1.0, 0.5], 0.1, "M\\udcfcller", tmp_path / "c.png")
+    assert (tmp_path / "a.png").is_file()
+    assert (tmp_path / "b.png").read_bytes() == (tmp_path / "c.png").read_bytes()
+
+
+def test_letters_that_the_font_lacks_cause_no_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        score_plot([score("患者 1", "heart", "", 0.5)], tmp_path / "a.png")
+    assert not caught
 
 
 def test_one_perfect_case_is_enough(tmp_path: Path) -> None:

@@ -72,14 +72,14 @@ KINDS = {
     "hu_range:divided": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}, and soft tissue lies near 0: they are HU divided "
-        "by {slope:g}",
+        "by {divisor:g}",
         "data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column "
         "hu_slope of the case table",
     ),
     "hu_range:clipped": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}, and most of them lie near 0 or at the lower end: "
-        "they may be HU divided by {slope:g} and clipped, or those of another window",
+        "they may be HU divided by {divisor:g} and clipped, or those of another window",
         "if soft tissue lies near 0 and fat near -0.1, data.hu_slope={slope:g} corrects them "
         "(predict: hu_slope={slope:g}), or the column hu_slope of the case table; otherwise "
         "convert the scan again from its DICOM files",

@@ -447,7 +447,8 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
             # Either divided HU that were clipped, or a window around soft tissue that was scaled to
             # -1 to 1: the values do not tell which.
             kind = "hu_range:clipped"
-        return make_finding(kind, low=low, high=high, slope=DIVISOR)
+        slope = DIVISOR * facts.scale.slope
+        return make_finding(kind, low=low, high=high, divisor=DIVISOR, slope=slope)
     # The line hu = slope · value + offset that maps `bottom` and `top` to the ends of the window.
     bottom, top = _scaled_ends(low, high)
     window_low_hu, window_high_hu = USUAL_WINDOW_HU

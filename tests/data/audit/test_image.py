@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -147,6 +148,16 @@ def test_hu_divided_by_1000_and_clipped_are_named(high: float) -> None:
     assert "data.hu_slope=1000 corrects them" in finding.cure
     again = HuScale(1000.0, 0.0).apply(stored)
     assert "error" not in {severity for _, severity in codes(again)}
+
+
+def test_the_advice_for_divided_hu_replaces_the_slope_that_was_given() -> None:
+    image_hu = ct(5)
+    image_hu[0, 0, :9] = 2900
+    divided = (image_hu / 1000).astype(np.float32)
+    facts = replace(measure_image(divided), scale=HuScale(0.001, 0.0))
+    (finding,) = audit_image(facts)
+    assert "HU divided by 1000" in finding.message
+    assert "data.hu_slope=1 corrects them" in finding.cure, "the file holds HU"
 
 
 @pytest.mark.parametrize("padding", [-2048, -3024])
