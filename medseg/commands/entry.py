@@ -59,11 +59,19 @@ from medseg.config.schema import (
 )
 from medseg.config.search import SearchConfig
 from medseg.console import drop_output, prepare_streams, say
-from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError
+from medseg.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_UNREAD,
+    EXIT_USER_ERROR,
+    UserError,
+)
 from medseg.memory.heap import map_large_blocks
 from medseg.memory.instructions import train_without_amx
 from medseg.prediction.options import PredictConfig
 from medseg.runs.folder import Config, changed_config, remove_if_empty
+from medseg.runs.status import end_of, message_of
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
 
@@ -246,13 +254,13 @@ def run(
     """Compose a root file with the command line, run `job` on the checked configuration, and exit.
 
     Exit codes: 0 success; 1 some cases or jobs failed and the others went on; 2 a mistake of the
-    user, reported in one sentence; the others are in `medseg.errors`. Any other exception keeps its
-    traceback: it is a defect of medseg. `--help` prints every key.
+    user, reported in one sentence, as is full memory; the others are in `medseg.errors`. Any other
+    exception keeps its traceback: it is a defect of medseg. `--help` prints every key.
 
     Args:
         command: Name of the command and of its root file `conf/<command>.yaml`.
         job: Function that does the work on one configuration and returns an exit code.
-        refused: Called with the sentence that refused a job.
+        refused: Called with that sentence, where a job is refused or lacks memory.
         sweep_codes: Returns the exit codes of the jobs of a multirun, whose launcher may run them
             in other processes.
         read: Checks the composed configuration; None = `to_config` with the schema.
@@ -264,15 +272,14 @@ def run(
     def run_job(composed: DictConfig) -> None:
         try:
             codes.append(job(read_config(composed)))
-        except UserError as error:
-            say(str(error))
+        except Exception as error:
+            code, sentence = _end_of_job(error)
+            say(sentence)
             # Hydra made this folder before the job was checked.
             remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
             if refused is not None:
-                refused(str(error))
-            codes.append(EXIT_USER_ERROR)
-        except Exception as error:
-            raise JobDefectError(error) from error
+                refused(sentence)
+            codes.append(code)
 
     _prepare_process(schema)
     try:
@@ -310,6 +317,21 @@ class JobDefectError(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
         self.error = error
+
+
+def _end_of_job(error: Exception) -> tuple[int, str]:
+    """Exit code and sentence of a mistake of the user, or of full memory.
+
+    Raises:
+        JobDefectError: If the error is neither.
+    """
+    if isinstance(error, UserError):
+        return EXIT_USER_ERROR, message_of(error)
+    code, sentence, _ = end_of(error)
+    # Other ends, such as a file that is missing, may be defects of medseg.
+    if code != EXIT_OUT_OF_MEMORY:
+        raise JobDefectError(error) from error
+    return code, f"{sentence.rstrip('.')}; close other programs, or choose smaller inputs"
 
 
 def _prepare_process(schema: type) -> None:

@@ -30,8 +30,7 @@ NETWORK = "medseg.models.plan_unet.PlanUNet"
 GROUPS = ("task", "stage", "spacing", "inference", "experiment", "+imported")
 # Those among them whose values decide what a plan sets; of the others the names suffice.
 DECIDING_GROUPS = ("task", "experiment", "+imported")
-# Options of Hydra for a multirun, and the kinds of its sweeps whose values are listed.
-MULTIRUN_OPTIONS = frozenset({"-m", "--multirun"})
+# Kinds of Hydra's sweeps whose values are listed.
 LISTED_SWEEPS = (
     ValueType.CHOICE_SWEEP,
     ValueType.SIMPLE_CHOICE_SWEEP,
@@ -113,7 +112,7 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
         stage_arguments = ["stage=single"]
     deciding = [*stage_arguments, *_arguments_of(GROUPS, arguments)]
     choices = []
-    for job in _jobs(deciding, arguments):
+    for job in _jobs(deciding):
         choices.append(_choose(plan, job, compose))
     first = choices[0]
     if any(choice.arguments != first.arguments for choice in choices):
@@ -162,18 +161,16 @@ def _choose(plan: NnunetPlan, deciding: Sequence[str], compose: Compose) -> _Cho
     return _Choice(arguments, composed, channels, stated)
 
 
-def _jobs(deciding: Sequence[str], arguments: Sequence[str]) -> list[list[str]]:
+def _jobs(deciding: Sequence[str]) -> list[list[str]]:
     """List the deciding arguments of the jobs of a multirun; of another command those of its run.
 
     Only the values of a task or an experiment decide what the plan sets. A sweep over another key
-    counts by its first value, because only its name matters.
+    counts by its first value, because only its name matters. Hydra refuses a sweep without a
+    multirun later.
 
     Args:
         deciding: The user's arguments that set a key of `GROUPS`.
-        arguments: All arguments, with the option for a multirun.
     """
-    if MULTIRUN_OPTIONS.isdisjoint(arguments):
-        return [list(deciding)]
     values_of_arguments = []
     for argument in deciding:
         values = _swept(argument)

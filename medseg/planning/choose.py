@@ -357,16 +357,24 @@ def smaller_runs(
         if batch_size != config.stage.batch_size:
             changes["stage.batch_size"] = batch_size
         stage = replace(config.stage, batch_size=batch_size)
+        inference = config.inference
         if patch != shape:
             changes["stage.patch_size"] = list(patch)
             stage = replace(stage, patch_size=patch)
+            # Tiles of the size of a patch follow it, as those of inference=tiles do.
+            if inference.tile_size and inference.tile_size == config.stage.patch_size:
+                changes["inference.tile_size"] = list(patch)
+                inference = replace(inference, tile_size=patch)
         if not changes:
             continue
         # `combinations` chooses numbers of micro-batches that divide the new batch size.
         memory = replace(config.memory, accumulate=1)
         # The key `shape` holds the size of the configured sample, which this run does not have, so
         # it is unset.
-        yield changes, replace(config, memory=memory, model=model, stage=stage, shape=None), patch
+        smaller = replace(
+            config, memory=memory, model=model, stage=stage, inference=inference, shape=None
+        )
+        yield changes, smaller, patch
 
 
 def _smaller_batches(config: PlanConfig) -> list[int]:

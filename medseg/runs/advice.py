@@ -34,6 +34,8 @@ SHARED_KEYS = (
     "val_patients",
     "test_patients",
 )
+# Keys of `data` that `predict` has at its top level, to the values that change nothing.
+HU_SCALE = {"hu_slope": 1.0, "hu_offset": 0.0}
 # Arguments of `train` that `plan` does not take, or does not take beside `fit_gib`.
 NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
 
@@ -65,7 +67,7 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
 def next_command(config: TrainConfig, checkpoint: Path) -> str:
     """Write the command that follows a run: the fine stage after the coarse one, else a prediction.
 
-    A prediction gets `inference.budget_gib` where the default is too little for its networks.
+    A prediction gets the arguments of `scale_arguments` and `prediction_arguments`.
 
     Args:
         config: Configuration of the run.
@@ -78,6 +80,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
     if config.stage.name is StageName.coarse and config.task.regions:
         arguments = ["train", "stage=fine", *_task_argument(config), *_data_arguments(config)]
         arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}"]
+        arguments += _trusted_argument(config)
     else:
         arguments = ["predict", "input=<scan>", "output=<folder>"]
         files = [checkpoint]
@@ -88,9 +91,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
                 files.append(Path(config.stage.coarse))
         else:
             arguments.append(f"single={checkpoint}")
-        arguments += budget_argument(files, config.trusted_targets)
-    if config.trusted_targets:
-        arguments.append(f"trusted_targets=[{','.join(config.trusted_targets)}]")
+        arguments += [*scale_arguments(config), *prediction_arguments(config, files)]
     words = ["medseg"]
     for argument in arguments:
         # `<…>` is not quoted: the user replaces it by a value, and the quotes would stay around it.
@@ -98,6 +99,38 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         is_placeholder = "=<" in argument
         words.append(argument if is_placeholder else quote_for_shell(argument))
     return " ".join(words)
+
+
+def prediction_arguments(config: TrainConfig, files: Sequence[Path]) -> list[str]:
+    """List the arguments of `predict` that networks need and that no checkpoint states.
+
+    These are trusted classes, and the memory of a network pass; none where the defaults are enough.
+
+    Args:
+        config: Configuration of the training.
+        files: See `budget_argument`.
+    """
+    return [*_trusted_argument(config), *budget_argument(files, config.trusted_targets)]
+
+
+def scale_arguments(config: TrainConfig) -> list[str]:
+    """List the arguments of `predict` for scans that are stored like those of the training.
+
+    A case table may state the scale itself, as those of the studies do.
+    """
+    arguments = []
+    for key, neutral_value in HU_SCALE.items():
+        value = getattr(config.data, key)
+        if value != neutral_value:
+            arguments.append(f"{key}={value}")
+    return arguments
+
+
+def _trusted_argument(config: TrainConfig) -> list[str]:
+    """Argument for the prefixes that the user trusts; none where there are none."""
+    if not config.trusted_targets:
+        return []
+    return [f"trusted_targets={text_of(config.trusted_targets)}"]
 
 
 def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:

@@ -120,9 +120,9 @@ def end_of(
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, f"interrupted; {resume_note}", False
     if isinstance(error, NotFiniteError):
-        return EXIT_NOT_FINITE, _message_of(error), False
+        return EXIT_NOT_FINITE, message_of(error), False
     if isinstance(error, UserError):
-        return EXIT_USER_ERROR, _message_of(error), False
+        return EXIT_USER_ERROR, message_of(error), False
     line = _line_of(error)
     end = _end_by_library(error, line)
     if end is None:
@@ -224,7 +224,7 @@ def _end_by_machine(
     return None
 
 
-def _message_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Text of an error, as it was raised.
 
     An error in a loader worker arrives as "Caught <class> in DataLoader worker …" with the worker's
@@ -239,7 +239,7 @@ def _message_of(error: BaseException) -> str:
 
 def _line_of(error: BaseException) -> str:
     """First line of an error's text, or its class where the text is empty."""
-    lines = _message_of(error).splitlines() or [type(error).__name__]
+    lines = message_of(error).splitlines() or [type(error).__name__]
     # Torch adds advice to the end of a loader worker: "… Details are lost due to multiprocessing.
     # Rerunning with num_workers=0 may give better error trace."
     return lines[0].partition(". Details are lost")[0]

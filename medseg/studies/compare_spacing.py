@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.config.overrides import text_of
 from medseg.config.schema import CompareSpacingConfig
 from medseg.console import say
 from medseg.data.case_table import write_case_table
@@ -37,7 +36,7 @@ from medseg.report.spacings import (
     means_of,
     prediction_costs,
 )
-from medseg.runs.advice import budget_argument
+from medseg.runs.advice import prediction_arguments
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
 from medseg.studies.command_steps import (
@@ -303,10 +302,7 @@ def _predict(
         step.append(f"threads={trainer.threads}")
     checkpoints = {stage.name: last_checkpoint(stage.run_dir) for stage in stages}
     step += [f"{name}={checkpoint}" for name, checkpoint in checkpoints.items()]
-    # No checkpoint states these two.
-    trusted = stages[-1].config.trusted_targets
-    step.append(f"trusted_targets={text_of(trusted)}")
-    step += budget_argument(list(checkpoints.values()), trusted)
+    step += prediction_arguments(stages[-1].config, list(checkpoints.values()))
     # `predict` writes a single case into a folder only if the folder exists.
     folder.mkdir(parents=True, exist_ok=True)
     # Empty unless the command failed as a whole; single cases may have failed all the same.

@@ -19,7 +19,7 @@ from medseg.data.reference import file_values, holds_structures
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable
 from medseg.preprocess.scale import HuScale
-from medseg.runs.advice import budget_argument
+from medseg.runs.advice import prediction_arguments, scale_arguments
 from medseg.runs.signature import plain
 from medseg.studies.clean_up import CLEAN_UP_MD
 from medseg.studies.command_steps import (
@@ -103,8 +103,8 @@ def cross_validate(config: CrossValidateConfig) -> int:
     run_steps(list(dict.fromkeys(map(tuple, trainings))))
     # The memory that a network pass needs is the same for the networks of all folds.
     checkpoints = _checkpoints(folds.folders[0], stages)
-    budget = budget_argument(list(checkpoints.values()), config.trusted_targets)
-    run_steps(_prediction_steps(config, folds, stages, budget))
+    needed = prediction_arguments(config, list(checkpoints.values()))
+    run_steps(_prediction_steps(config, folds, stages, needed))
     predictions = output / "predictions"
     for name in failed_predictions(predictions):
         # Of an earlier start with other networks: `predict` skips what is up to date.
@@ -114,12 +114,14 @@ def cross_validate(config: CrossValidateConfig) -> int:
     values_by_label = config.data.label_values or {}
     run_steps([evaluate_step(output, reference, plain(config.task), values_by_label)])
     whole_rows = _write_tables(folds, output, task, label_values, is_cascade)
-    model = write_model(config, task, label_values, folds, whole_rows, stages, budget)
+    # The tables of the folds state the scale of their scans; other scans come without a table.
+    needed = [*scale_arguments(config), *needed]
+    model = write_model(config, task, label_values, folds, whole_rows, stages, needed)
     for table in ("folds.md", POOLED_MD):
         print((output / table).read_text(encoding="utf-8"))
     print((model / CLEAN_UP_MD).read_text(encoding="utf-8"))
     # Only paths are quoted, not `<…>`: the user replaces `<…>`, and quotes would stay around it.
-    quoted_arguments = shell_line([f"weights={model}", *budget])
+    quoted_arguments = shell_line([f"weights={model}", *needed])
     print(f"next: medseg predict input=<scan> output=<folder> {quoted_arguments}")
     return 0
 
@@ -326,21 +328,20 @@ def _checkpoints(folder: Path, stages: Sequence[str]) -> dict[str, Path]:
 
 
 def _prediction_steps(
-    config: CrossValidateConfig, folds: Folds, stages: Sequence[str], budget: Sequence[str]
+    config: CrossValidateConfig, folds: Folds, stages: Sequence[str], needed: Sequence[str]
 ) -> list[Step]:
     """Make the commands that predict the held-out cases of each fold.
 
     Args:
-        config: Has the folder of the study, and `trusted_targets`.
+        config: Has the folder of the study.
         folds: The folds, whose runs have finished.
         stages: Stages of the model.
-        budget: Argument for the memory of a pass; empty if the default is enough.
+        needed: From `prediction_arguments`.
     """
     steps: list[Step] = []
     for folder, table in zip(folds.folders, folds.tables, strict=True):
         step = ["predict", f"input={table}", f"output={Path(config.output) / 'predictions'}"]
         for stage, checkpoint in _checkpoints(folder, stages).items():
             step.append(f"{stage}={checkpoint}")
-        step += [f"trusted_targets={text_of(config.trusted_targets)}", *budget]
-        steps.append(step)
+        steps.append([*step, *needed])
     return steps

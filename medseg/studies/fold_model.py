@@ -39,7 +39,7 @@ def write_model(
     folds: Folds,
     rows: Sequence[Row],
     stages: Sequence[str],
-    budget: Sequence[str],
+    needed: Sequence[str],
 ) -> Path:
     """Choose the clean-up, calibrate the bound and write the model folder.
 
@@ -50,7 +50,7 @@ def write_model(
         folds: The folds, whose runs have finished.
         rows: From `fold_rows`, of whole scans.
         stages: Stages of the model: `single` alone, or `coarse` and `fine`.
-        budget: Argument of `predict` for the memory of a pass; empty if the default is enough.
+        needed: Arguments of `predict` for the command in the model card.
 
     Returns:
         The model folder.
@@ -80,7 +80,7 @@ def write_model(
         "Scores": (output / POOLED_MD).read_text(encoding="utf-8"),
         "Clean-up": choice.markdown(),
     }
-    write_model_folder(output / MODEL, networks, sections, arguments=budget)
+    write_model_folder(output / MODEL, networks, sections, arguments=needed)
     return output / MODEL
 
 

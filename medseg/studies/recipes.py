@@ -6,6 +6,7 @@ A training on phantoms may come first.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from medseg.config.experiment_file import SUFFIX as FILE_SUFFIX
-from medseg.config.overrides import text_of
+from medseg.config.overrides import PATH_KEYS, text_of
 from medseg.config.schema import RecipeConfig
 from medseg.data.case_table import Case
 from medseg.errors import UserError
@@ -25,6 +26,7 @@ from medseg.studies.train_arguments import (
     compose_train,
     compose_unchecked,
     folder_name,
+    key_of,
 )
 from medseg.weights.files import shipped_weights
 from medseg.weights.included import INCLUDED_TASK
@@ -195,7 +197,8 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
     """Write the recipe of runs into their folder, or compare it with the recipe of earlier runs.
 
     A study reuses finished runs, which would be wrong with another recipe. While no run has a
-    checkpoint, there is nothing to reuse, and the file is overwritten.
+    checkpoint, there is nothing to reuse, and the file is overwritten. Paths are compared as
+    absolute ones, so a study may be resumed from another working folder.
 
     Args:
         folder: Run folder, or folder of several run folders.
@@ -205,17 +208,50 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
         UserError: If earlier runs in the folder come from another recipe.
     """
     path = folder / RECIPE_FILE
-    current = json.dumps(recipe)
-    if not path.is_file() or not has_checkpoint(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(path, current)
-        return
-    earlier = path.read_text(encoding="utf-8")
-    if earlier != current:
-        raise UserError(
-            f"{folder}: its runs come from {earlier}, not {current}; "
-            "give the same ones, or another folder"
-        )
+    current = json.dumps(_with_absolute_paths(recipe))
+    if path.is_file() and has_checkpoint(folder):
+        # Older versions wrote the paths as they were typed.
+        earlier = json.dumps(_with_absolute_paths(read_json(path)))
+        if earlier != current:
+            raise UserError(
+                f"{folder}: its runs come from {earlier}, not {current}; "
+                "give the same ones, or another folder"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(path, current)
+
+
+def _with_absolute_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the paths in the arguments of a recipe, and in the names of its experiments, absolute.
+
+    Relative ones start at the working folder.
+    """
+    absolute = dict(recipe)
+    for key, value in recipe.items():
+        if key == "arguments":
+            absolute[key] = list(map(_with_absolute_path, value))
+        elif isinstance(value, list):
+            absolute[key] = list(map(_absolute_file, value))
+        elif isinstance(value, str):
+            absolute[key] = _absolute_file(value)
+    return absolute
+
+
+def _with_absolute_path(argument: str) -> str:
+    """Make the path of an argument absolute; an argument without a path stays."""
+    key, _, value = argument.partition("=")
+    path = value.strip("'\"")
+    names_path = key_of(argument) in PATH_KEYS and path not in ("", "null")
+    if names_path or path.endswith(FILE_SUFFIX):
+        return f"{key}={text_of(os.path.abspath(path))}"
+    return argument
+
+
+def _absolute_file(name: str) -> str:
+    """Make the path of an experiment file absolute; the name of an included one stays."""
+    if name.endswith(FILE_SUFFIX):
+        return os.path.abspath(name)
+    return name
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -37,7 +37,10 @@ def train_clashes(config: TrainConfig) -> Iterator[str]:
 
     Later checks assume that the earlier ones found no contradiction.
     """
-    yield from _start_clashes(config.init_from)
+    # A run folder to resume has its weights in a checkpoint: the initial ones may be gone.
+    names_run_folder = config.resume not in (None, "auto")
+    if not names_run_folder:
+        yield from _start_clashes(config.init_from)
     yield from model_clashes(config.model)
     yield from loss_clashes(config.loss)
     yield from _size_clashes(config)

@@ -34,6 +34,7 @@ from medseg.weights.files import (
     read_checksums,
     write_weights,
 )
+from medseg.wording import shell_line
 
 # File of a model folder with the model card.
 CARD = "README.md"
@@ -200,7 +201,9 @@ def model_card(
         sections: See `write_model_folder`.
         arguments: See `write_model_folder`.
     """
-    command = ["medseg predict -i <scan> -o labels.nii.gz weights=<this folder>", *arguments]
+    command = "medseg predict -i <scan> -o labels.nii.gz weights=<this folder>"
+    if arguments:
+        command += f" {shell_line(arguments)}"
     # All networks have the same task. The last stage makes the final labels, so the clean-up and
     # the bound on Dice in its metadata are those that apply. Metadata of older versions lack some
     # keys, hence `get`.
@@ -210,7 +213,7 @@ def model_card(
     lines = [
         f"# Model card: {task['name']}",
         "",
-        f"    {' '.join(command)}",
+        f"    {command}",
         "",
         "**Research software, not a medical device.** Not for diagnosis or treatment.",
         "",

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from medseg.commands import entry
 from medseg.config.overrides import quote_paths
-from medseg.errors import EXIT_FAILED, EXIT_UNREAD, UserError
+from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_UNREAD, UserError
 
 MEDSEG = [sys.executable, "-m", "medseg.commands.cli"]
 ENVIRONMENT = {"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -321,6 +321,42 @@ def test_a_defect_of_a_job_keeps_its_traceback(
     assert "in job" in result.stderr
     assert last_line in result.stderr
     assert "JobDefectError" not in result.stderr
+
+
+CAUGHT = "Caught UserError in DataLoader worker process 0.\nOriginal Traceback (most recent call):"
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "said"),
+    [
+        (MemoryError(), EXIT_OUT_OF_MEMORY, "out of memory: MemoryError; close other programs"),
+        # As torch hands on an error of a loader worker.
+        (UserError(f"{CAUGHT}\nmedseg.errors.UserError: a.nii: damaged"), 2, "a.nii: damaged\n"),
+    ],
+    ids=["memory", "worker"],
+)
+def test_an_error_of_a_library_or_a_worker_is_told_in_one_sentence(
+    error: Exception,
+    exit_code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def job(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["medseg", "output=b"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)  # changes the heap of this process
+    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(SystemExit) as ended:
+        entry.run("phantom", job)
+    assert ended.value.code == exit_code
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"medseg: {said}")
+    assert printed.count("\n") == 1
 
 
 def test_a_sweep_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -311,7 +311,8 @@ def test_weights_of_another_network_are_refused(make_folder: MakeFolder) -> None
 def test_a_multirun_may_sweep_over_keys_of_the_groups_that_a_plan_sets(
     make_folder: MakeFolder, sweep: str, setting: str
 ) -> None:
-    arguments = arguments_of(make_folder(toy_model()), "-m", sweep)
+    # Hydra takes the mode as an option or as an argument.
+    arguments = arguments_of(make_folder(toy_model()), "hydra.mode=MULTIRUN", sweep)
     assert setting in arguments
     assert arguments[-1] == sweep
     sets_spacing = any(argument.startswith("spacing=") for argument in arguments[:-1])

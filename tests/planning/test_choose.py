@@ -108,6 +108,16 @@ def test_other_runs_see_as_many_voxels_per_step_as_possible() -> None:
         assert all(size % 16 == 0 for size in patch)
 
 
+def test_tiles_of_the_size_of_a_patch_follow_a_smaller_one() -> None:
+    """As in the run: otherwise the plan would count a validation in larger tiles."""
+    for overrides in (["inference=tiles"], ["inference.tile_size=[32,32,32]"], []):
+        config = compose("allow=other_run", *overrides)
+        *_, (changes, changed, patch) = smaller_runs(config, (32, 32, 48))
+        run = compose(*overrides, *choose_line(Option({}, 1, 1.0), changes).split())
+        assert changed.stage.patch_size == patch != config.stage.patch_size
+        assert changed.inference == run.inference
+
+
 def test_another_batch_is_divided_into_micro_batches_anew() -> None:
     """The number of the run as configured need not divide a smaller batch."""
     config = compose("allow=other_run", "stage.batch_size=4", "memory.accumulate=4")

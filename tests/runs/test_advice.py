@@ -231,6 +231,13 @@ def test_the_memory_of_a_prediction_is_that_of_its_largest_stage(tmp_path: Path)
     assert "inference.budget_gib=" in next_command(run, file)
 
 
+def test_a_prediction_has_the_scale_of_the_trained_scans() -> None:
+    """A checkpoint does not state it, and other scans of the scanner are stored likewise."""
+    run = compose("train", "stage=single", "data.hu_slope=0.5", "data.hu_offset=-1024")
+    _, config = follow(next_command(run, Path("best.ckpt")))
+    assert (config.hu_slope, config.hu_offset) == (0.5, -1024.0)
+
+
 def test_a_network_that_does_not_run_on_a_cpu_fails_no_finished_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -114,6 +114,18 @@ def test_a_run_with_flips_goes_on_though_its_labels_have_sides_by_now(tmp_path: 
         resume(run_dir, "augment.flip_axes=[2]")
 
 
+def test_a_run_goes_on_though_its_initial_weights_are_gone(tmp_path: Path) -> None:
+    """Its own weights are in its checkpoint."""
+    weights = tmp_path / "first.safetensors"
+    weights.touch()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        run_dir = open_run(compose(f"run_dir='{tmp_path / 'run'}'", f"init_from='{weights}'"))
+        weights.unlink()
+        with pytest.raises(UserError, match="init_from"):
+            compose(f"run_dir='{tmp_path / 'other'}'", f"init_from='{weights}'")
+    assert resume(run_dir).init_from == str(weights)
+
+
 @pytest.mark.parametrize("name", ["run_logs", "run.d", "run-2"])
 def test_a_logger_beside_a_moved_run_stays_where_it_is(run_dir: Path, name: str) -> None:
     beside = str(run_dir.with_name(name))

@@ -290,7 +290,8 @@ def test_a_prediction_gets_what_no_checkpoint_tells(
 ) -> None:
     monkeypatch.setattr(app, "_count_step", lambda stage, shape: None)
     monkeypatch.setattr(
-        app, "budget_argument", lambda files, trusted: [f"budget of {len(files)}, {trusted}"]
+        "medseg.runs.advice.budget_argument",
+        lambda files, trusted: [f"budget of {len(files)}, {trusted}"],
     )
     commands = Commands(monkeypatch)
     row()

@@ -401,10 +401,13 @@ def test_a_case_table_of_a_cascade_may_have_any_name(
     assert checked == ["data.cases='/data/Doe, John (1)/cases.csv'"]
 
 
-def test_a_prediction_gets_the_memory_that_the_trained_network_needs(
+def test_a_prediction_gets_what_the_trained_network_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The study itself, the printed command after it and the model card state the same budget."""
+    """The study itself, the printed command and the model card state the same arguments.
+
+    Only the tables of the study state the scale of the scans.
+    """
     commands = without_runs(monkeypatch, tmp_path, [], [])
     model = tmp_path / "my model"
     calls: list[Any] = []
@@ -414,20 +417,22 @@ def test_a_prediction_gets_the_memory_that_the_trained_network_needs(
         calls.append((files, trusted, [command[0] for command in commands]))
         return ["inference.budget_gib=2.1"]
 
-    monkeypatch.setattr(study, "budget_argument", budget_argument)
+    monkeypatch.setattr("medseg.runs.advice.budget_argument", budget_argument)
     monkeypatch.setattr(study, "write_model", lambda *args: written.append(args) or model)
     model.mkdir()
     (model / "clean_up.md").write_text("none")
     config = make_config(tmp_path, StageName.single, trusted_targets=["mine."])
+    config.data.hu_offset = -1024.0
     assert study.cross_validate(config) == 0
     checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "single")
     assert calls == [([checkpoint], ["mine."], ["train"] * 3)], "when the networks are trained"
     predictions = [command for command in commands if command[0] == "predict"]
-    assert all("inference.budget_gib=2.1" in command for command in predictions)
-    assert written[0][-1] == ["inference.budget_gib=2.1"]
+    needed = ["trusted_targets=[mine.]", "inference.budget_gib=2.1"]
+    assert all(command[-2:] == needed for command in predictions)
+    assert written[0][-1] == ["hu_offset=-1024.0", *needed]
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"next: medseg predict input=<scan> output=<folder> 'weights={model}' "
-        "inference.budget_gib=2.1"
+        "hu_offset=-1024.0 'trusted_targets=[mine.]' inference.budget_gib=2.1"
     )
 
 

@@ -191,6 +191,24 @@ def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
         note("a", ("steps=5",))
 
 
+def test_a_study_is_resumed_from_another_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note(working_folder: str, plan: str, coarse: str, *arguments: str) -> None:
+        (tmp_path / working_folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / working_folder)
+        recipe = {"coarse": [coarse], "arguments": [f"experiment={plan}", "seed=1", *arguments]}
+        recipes.note_recipe(tmp_path / "study", recipe)
+
+    note("a", "e.yaml", "c.yaml", "~debug", "data.cases='my cases'")
+    checkpoint = command_steps.last_checkpoint(tmp_path / "study")
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    note("b", "'../a/e.yaml'", "../a/c.yaml", "~debug", "data.cases='../a/my cases'")
+    with pytest.raises(UserError, match=r"its runs come from .*/a/e\.yaml.*, not .*/b/e\.yaml"):
+        note("b", "e.yaml", "../a/c.yaml", "~debug", "data.cases='../a/my cases'")
+
+
 def test_a_finished_run_of_an_experiment_that_was_edited_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,5 +136,7 @@ def test_a_label_with_a_bar_keeps_the_table_of_the_card(networks: list[StageWeig
     for network in networks:
         task = {**network.metadata["task"], "labels": {"a|b": 1}}
         renamed.append(network._replace(metadata={**network.metadata, "task": task}))
-    card = model_card(renamed, {network.file_name: "0" for network in renamed}, {})
+    checksums = {network.file_name: "0" for network in renamed}
+    card = model_card(renamed, checksums, {}, ["trusted_targets=[mine.]"])
+    assert "weights=<this folder> 'trusted_targets=[mine.]'\n" in card, "as a shell reads it"
     assert "| a\\|b | 1 | not stated |" in card.splitlines()
