@@ -893,8 +893,9 @@ def _disjoint_groups(members: Members) -> LabelMembers:
         if name in named_groups:
             name = "_and_".join(regions)
         # A label of the data set may have the new name. The names of the group's own regions are
-        # free: each is divided into several groups, so no label has its name.
-        taken = {*members, *named_groups} - set(regions)
+        # free unless another group took one: each is divided into several groups, so no label has
+        # its name.
+        taken = (members.keys() - set(regions)) | named_groups.keys()
         named_groups[free_name(name, taken)] = group
     return named_groups
 
