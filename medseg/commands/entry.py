@@ -271,7 +271,8 @@ def run(
 
     def run_job(composed: DictConfig) -> None:
         try:
-            codes.append(job(read_config(composed)))
+            with _explained_permissions():
+                codes.append(job(read_config(composed)))
         except Exception as error:
             code, sentence = _end_of_job(error)
             say(sentence)
@@ -283,7 +284,8 @@ def run(
 
     _prepare_process(schema)
     try:
-        _run_command_line(command, run_job)
+        with _explained_permissions():
+            _run_command_line(command, run_job)
         sys.stdout.flush()
     except BrokenPipeError:
         # The broken pipe may be another one, such as a pipe to a worker.
@@ -378,6 +380,23 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
             _print_help(command, sys.argv[1:])
         return
     _run_hydra(command, run_job)
+
+
+@contextmanager
+def _explained_permissions() -> Iterator[None]:
+    """Turn the error of a path that this user may not use into one sentence for the user.
+
+    In a folder that the user may not enter, even `Path.exists` raises it.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        raise UserError(
+            f"{error.filename}: cannot be used ({error.strerror}); "
+            "check its permissions, and those of the folders around it."
+        ) from error
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from medseg.io.dicom.listing import ListedSeries
 from medseg.io.dicom.listing import list_series as list_folder
 from medseg.io.dicom.pick import pick_each_study
 from medseg.io.inputs import dicom_files, input_format, is_dicomdir
-from medseg.io.names import RAW_NAMES, joined_name
+from medseg.io.names import RAW_NAMES, free_name, joined_name
 from medseg.io.tables import csv_text, print_table
 from medseg.io.text import read_text
 from medseg.wording import counted, quote_for_shell
@@ -215,10 +215,7 @@ def _named(scans: Sequence[ListedSeries]) -> Iterator[tuple[str, ListedSeries]]:
         name = joined_name([series.patient, series.date, number])
         # A name that begins with a dot would name a hidden file.
         name = name[:MAX_NAME].lstrip(".")
-        if not name:
-            name = "scan"
-        while name in names:
-            name += "_2"
+        name = free_name(name or "scan", names)
         names.add(name)
         yield name, scan
 

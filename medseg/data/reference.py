@@ -25,7 +25,7 @@ from medseg.io.inputs import (
 )
 from medseg.io.read import read_labels, read_layer
 from medseg.io.volume import Volume
-from medseg.task import LabelValues
+from medseg.task import IGNORE, LabelValues
 from medseg.wording import first_few
 
 if TYPE_CHECKING:
@@ -270,7 +270,8 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
             present += spellings.get(plain_name(expected_name), [])
         # Several names of a label may be spellings of the same structure, which counts once.
         structures += [(name, value) for name in dict.fromkeys(present)]
-        if not present:
+        # Files need not have voxels that count nowhere.
+        if not present and label != IGNORE:
             absent.append(label)
     if not structures:
         all_names = itertools.chain.from_iterable(spellings.values())

@@ -6,7 +6,7 @@ byte that is not UTF-8 as a lone surrogate, `\udc80` to `\udcff`.
 
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,6 +40,21 @@ def joined_name(texts: Iterable[str]) -> str:
     """
     words = [re.sub(r"[^\w.+-]+", "_", text) for text in texts]
     return "_".join(word for word in words if word)
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """Append `_2`, `_3`, … to a name that is taken.
+
+    Example:
+        >>> free_name("study", ["study", "study_2"])
+        'study_3'
+    """
+    free = name
+    number = 2
+    while free in taken:
+        free = f"{name}_{number}"
+        number += 1
+    return free
 
 
 @contextmanager

@@ -154,7 +154,7 @@ def read_labels(path: Path) -> Volume:
     """Read a label map in the storage order of its file.
 
     Args:
-        path: As for `read_image`.
+        path: As for `read_image`; a DICOM series of any modality.
 
     Returns:
         Volume of label values (D, H, W), in the first fitting type of `LABEL_DTYPES`.
@@ -162,7 +162,8 @@ def read_labels(path: Path) -> Volume:
     Raises:
         UserError: If it cannot be read, or a value is not a whole number.
     """
-    return _explained(path, lambda file: load_labels(_open(file)))
+    # Labels are no HU, and a label map may have the modality of its image, such as MR.
+    return _explained(path, lambda file: load_labels(_open(file, modality="other")))
 
 
 def read_layer(path: Path, layer: int) -> Volume:

@@ -20,7 +20,7 @@ from medseg.io.inputs import (
     list_inputs,
     volume_suffix,
 )
-from medseg.io.names import joined_name
+from medseg.io.names import free_name, joined_name
 from medseg.io.read import read_grid
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.wording import counted, first_few
@@ -424,9 +424,7 @@ def _scan_of_divided(case: StudyCase, source: Path, taken_names: set[str]) -> Sc
     path = source if is_joined else case.scan.path
     # The name of a study in a folder within the input begins with that folder.
     folder_name = "" if path == source else case.scan.name
-    name = _study_name(case.study, folder_name)
-    while name in taken_names:
-        name += "_2"
+    name = free_name(_study_name(case.study, folder_name), taken_names)
     files: list[Path] = []
     for part in case.parts:
         files += part.study.files

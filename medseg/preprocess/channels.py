@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from scipy.ndimage import affine_transform
 
-from medseg.errors import UserError
+from medseg.errors import SeveralSeriesError, UserError
 from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.volume import Volume
@@ -210,12 +210,19 @@ def read_channels(
         # Index of the volume in a 4D file: earlier channels of this path take the earlier volumes.
         volume_index = channel_paths[:number].count(path)
         num_volumes = channel_paths.count(path)
-        volume = read_image(
-            path,
-            modality=modalities[number],
-            channel=volume_index,
-            num_channels=num_volumes,
-        )
+        try:
+            volume = read_image(
+                path,
+                modality=modalities[number],
+                channel=volume_index,
+                num_channels=num_volumes,
+            )
+        except SeveralSeriesError as error:
+            # The cures of its message, key and column `series`, choose in the first channel alone.
+            raise UserError(
+                f"{error} Both choose the series of the first channel; for {name}, give one file "
+                "of its series as the path."
+            ) from error
         image, coverage_warnings = place_channel(
             scales[number].apply(volume.array),
             source=volume.grid,

@@ -93,7 +93,8 @@ def cross_validate(config: CrossValidateConfig) -> int:
     task = make_task(config.task)
     label_values = file_values(config.data.label_values or {})
     _check_harder_scans(config, task, label_values, cases)
-    folds = make_folds(cases, organ_values(task, label_values), config)
+    organs = organ_values(task, label_values)
+    folds = make_folds(cases, organs, task.channels[0].modality, config)
     stages = CASCADE if is_cascade else (SINGLE,)
     if is_cascade:
         trainings = _cascade_trainings(config, arguments, cases, fine_cases, folds)

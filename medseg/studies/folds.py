@@ -50,13 +50,17 @@ class Folds:
 
 
 def make_folds(
-    cases: Sequence[Case], organs: Mapping[str, Sequence[int]], config: CrossValidateConfig
+    cases: Sequence[Case],
+    organs: Mapping[str, Sequence[int]],
+    modality: str,
+    config: CrossValidateConfig,
 ) -> Folds:
     """Divide the cases into folds, and write the table of each fold's held-out scans.
 
     Args:
         cases: All cases of the table, which `check_folds` has accepted.
         organs: From `organ_values`.
+        modality: Modality of the first channel.
         config: States the folder of the study, the number of folds and the harder scans to make.
 
     Raises:
@@ -75,7 +79,7 @@ def make_folds(
         _check_held_out(folder, split.val, cases)
         held_out_cases.append(split.val)
     for fold, folder in enumerate(folds.folders):
-        scans_by_heading = held_out_scans(held_out_cases[fold], organs, config)
+        scans_by_heading = held_out_scans(held_out_cases[fold], organs, modality, config)
         for heading, scans in scans_by_heading.items():
             folds.names_by_heading[heading].update(case.name for case in scans)
         all_scans = list(chain(*scans_by_heading.values()))
@@ -135,13 +139,17 @@ def organ_values(task: Task, label_values: LabelValues) -> dict[str, list[int]]:
 
 
 def held_out_scans(
-    cases: Sequence[Case], organs: Mapping[str, Sequence[int]], config: CrossValidateConfig
+    cases: Sequence[Case],
+    organs: Mapping[str, Sequence[int]],
+    modality: str,
+    config: CrossValidateConfig,
 ) -> dict[str, list[Case]]:
     """Make the scans that a fold predicts: its held-out cases, and harder scans made from them.
 
     Args:
         cases: Held-out cases of the fold. No harder scan is made from a case without labels.
         organs: Name of each organ to its values in the label files.
+        modality: Modality of the first channel.
         config: States the folder of the study, and whether partial and diseased scans are made.
 
     Returns:
@@ -153,7 +161,7 @@ def held_out_scans(
     labelled = [case for case in cases if case.labels]
     if config.pieces:
         for case in labelled:
-            partial += cut_partial_scans(case, organs, output / "pieces")
+            partial += cut_partial_scans(case, organs, output / "pieces", modality)
     if config.diseased:
         for case in labelled:
             diseased += paint_scan(case, list(organs.values()), output / "diseased")

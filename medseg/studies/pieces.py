@@ -45,7 +45,9 @@ HALVES = ("right_half", "left_half")
 Files = tuple[Path, Path]
 
 
-def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: Path) -> list[Case]:
+def cut_partial_scans(
+    case: Case, organs: Mapping[str, Sequence[int]], folder: Path, modality: str = "ct"
+) -> list[Case]:
     """Cut a case along z, and between its two organs along x, and write the parts.
 
     If the files of all parts are newer than those of the case, nothing is written.
@@ -54,6 +56,7 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
         case: Case with labels.
         organs: Name of each organ to its values in the label file.
         folder: Folder for `<case>_<part>.nii.gz` and `<case>_<part>_labels.nii.gz`.
+        modality: Modality of the image, as for `read_image`.
 
     Returns:
         The parts as cases; see `slice_ranges` and `halves` for the parts that a scan has.
@@ -70,7 +73,7 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
         boxes[name] = VoxelBox((0, 0, start), (depth, height, stop))
     files = _files(case, boxes, folder)
     if not _are_up_to_date(case, files):
-        image, image_grid = oriented_image(case)
+        image, image_grid = oriented_image(case, modality)
         for name, box in boxes.items():
             image_path, labels_path = files[name]
             image_part = np.ascontiguousarray(image[box.slices()])
@@ -212,9 +215,9 @@ def _slivers(
     return slivers
 
 
-def oriented_image(case: Case) -> tuple[np.ndarray, VoxelGrid]:
+def oriented_image(case: Case, modality: str = "ct") -> tuple[np.ndarray, VoxelGrid]:
     """Read the scan of a case in the orientation of networks, with its grid."""
-    scan = read_image(case.image, case.series)
+    scan = read_image(case.image, case.series, modality)
     image, grid, _ = orient(scan.array, scan.grid)
     return image, grid
 

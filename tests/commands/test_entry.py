@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import platform
@@ -323,6 +324,7 @@ def test_a_defect_of_a_job_keeps_its_traceback(
     assert "JobDefectError" not in result.stderr
 
 
+<<<<<<< HEAD
 CAUGHT = "Caught UserError in DataLoader worker process 0.\nOriginal Traceback (most recent call):"
 
 
@@ -339,24 +341,48 @@ def test_an_error_of_a_library_or_a_worker_is_told_in_one_sentence(
     error: Exception,
     exit_code: int,
     said: str,
+=======
+@pytest.mark.parametrize("is_in_job", [True, False])
+def test_a_path_that_the_user_may_not_use_is_told(
+    is_in_job: bool,
+>>>>>>> w/io
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+<<<<<<< HEAD
     def job(_: object) -> int:
         raise error
 
     monkeypatch.setattr(sys, "argv", ["medseg", "output=b"])
+=======
+    """As `Path.exists` raises it in the folder of another user, which root may always enter."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "/home/anna/cases.csv")
+
+    monkeypatch.setattr(sys, "argv", ["medseg", "seed=1"])
+>>>>>>> w/io
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(entry, "map_large_blocks", lambda: None)  # changes the heap of this process
     for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
         monkeypatch.setenv(name, "1")
+<<<<<<< HEAD
     with pytest.raises(SystemExit) as ended:
         entry.run("phantom", job)
     assert ended.value.code == exit_code
     printed = capsys.readouterr().err
     assert printed.startswith(f"medseg: {said}")
     assert printed.count("\n") == 1
+=======
+    if not is_in_job:
+        monkeypatch.setattr(entry, "with_task", refuse)
+    with pytest.raises(SystemExit) as ended:
+        entry.run("phantom", refuse)
+    assert ended.value.code == 2
+    sentence = "/home/anna/cases.csv: cannot be used (Permission denied); check its permissions"
+    assert capsys.readouterr().err.startswith(f"medseg: {sentence}")
+>>>>>>> w/io
 
 
 def test_a_sweep_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

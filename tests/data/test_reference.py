@@ -28,7 +28,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io import volume
 from medseg.io.read import read_layer
-from medseg.task import LabelValues
+from medseg.task import IGNORE, LabelValues
 from tests.io.io_volumes import finding_texts
 
 LOBES: LabelValues = {
@@ -57,6 +57,9 @@ def test_a_label_without_structures_has_the_mask_of_its_name_and_a_missing_one_i
     assert np.array_equal(volume.array == 1, labels == LEFT)
     assert set(np.unique(volume.array)) == {0, 1}
     assert finding_texts(volume) == ("right_lung: no such structure, taken as absent",)
+    # The value of ignored voxels is always among `data.label_values` where the task has one.
+    volume, _ = read_reference(tmp_path, {1: "left_lung", 255: IGNORE})
+    assert finding_texts(volume) == ()
 
 
 def test_overlapping_masks_count_for_the_last_label(tmp_path: Path) -> None:

@@ -320,8 +320,9 @@ def test_stacks_of_other_size_or_direction(tmp_path: Path) -> None:
     assert read_image(tmp_path / "d", "4/2").grid.shape == (3, 8, 6)
 
 
-def test_labels_may_be_a_series(tmp_path: Path) -> None:
-    save_stack(tmp_path / "d", make_hu() % 3, HEIGHTS)
+@pytest.mark.parametrize("modality", ["CT", "MR", "PT"])
+def test_labels_may_be_a_series(tmp_path: Path, modality: str) -> None:
+    save_stack(tmp_path / "d", make_hu() % 3, HEIGHTS, Modality=modality)
     labels = read_labels(tmp_path / "d").array
     assert labels.dtype == np.uint8
     assert np.array_equal(labels, make_hu() % 3)

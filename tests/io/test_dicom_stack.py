@@ -96,13 +96,15 @@ def test_jitter_is_rounding(tmp_path: Path) -> None:
     assert finding_texts(volume) == ()
 
 
-def test_a_missing_slice_is_filled_in_and_the_others_stay(tmp_path: Path) -> None:
+# Of a CT and of a micro-CT, where the gap is within the rounding of a CT.
+@pytest.mark.parametrize("step_mm", [2.5, 0.05])
+def test_a_missing_slice_is_filled_in_and_the_others_stay(tmp_path: Path, step_mm: float) -> None:
     image_hu = smooth((12, 7, 9))
-    files = save_stack(tmp_path / "d", image_hu, list(2.5 * np.arange(12)))
+    files = save_stack(tmp_path / "d", image_hu, list(step_mm * np.arange(12)))
     files[4].unlink()
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, image_hu)
-    assert volume.grid.spacing_mm == pytest.approx((2.5, *SPACING_MM))
+    assert volume.grid.spacing_mm == pytest.approx((step_mm, *SPACING_MM))
     says = (
         f"slices missing: 1 of 12, such as between '{files[3].name}' and '{files[5].name}'; they "
         "were interpolated linearly"

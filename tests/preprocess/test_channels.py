@@ -9,6 +9,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pytest
+from dicom_files import save_stack
 
 from medseg.errors import UserError
 from medseg.findings import warnings_of
@@ -232,3 +233,17 @@ def test_series_and_files_belong_to_the_first_channel_and_each_has_its_scale(
     assert finding_texts(volume) == ("image: remark 1", "image_1: remark 2", "image_2: remark 3")
     calls.clear()
     assert finding_texts(read_channels([first], [-1024])[1]) == ("remark 1",)
+
+
+def test_several_series_of_a_further_channel_are_chosen_by_a_file(tmp_path: Path) -> None:
+    images = np.arange(2 * 60).reshape(2, 3, 4, 5)
+    heights_mm = [0.0, 2.5, 5.0]
+    save_stack(tmp_path / "first", images[0], heights_mm)
+    files = []
+    for number, image in enumerate(images):
+        files += save_stack(tmp_path / "two", image, heights_mm, uid=f"1.2.{number}")
+    outside = [-1024, -1024]
+    with pytest.raises(UserError, match="for image_1, give one file of its series as the path"):
+        read_channels([tmp_path / "first", tmp_path / "two"], outside)
+    channels, _ = read_channels([tmp_path / "first", files[-1]], outside)
+    assert np.array_equal(channels, images)

@@ -264,7 +264,7 @@ def without_runs(
         ),
         "check_experiments": lambda *_: None,
         "read_cases": lambda *_, hu: [replace(case, hu=hu) for case in cases],
-        "make_task": lambda _: SimpleNamespace(is_ct=True, regions=(), labels={"left_lung": 1}),
+        "make_task": lambda _: Task("t", {"left_lung": 1}, (), (Channel(),)),
         "plain": lambda _: {"name": "t"},
         "coarse_arguments": lambda *_: {},
         "run_steps": commands.extend,

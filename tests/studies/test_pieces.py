@@ -89,6 +89,20 @@ def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) 
     assert not (read_labels(middle.labels).array[:, 1, 1] == 7).any()
 
 
+def test_parts_of_an_mr_have_its_background(tmp_path: Path) -> None:
+    image = np.full(HEAD_FIRST_GRID.shape, 300.0, np.float32)
+    image[0] = np.nan
+    labels = np.zeros(HEAD_FIRST_GRID.shape, dtype=np.uint8)
+    labels[10:50, 1:3, 1:3] = 7
+    write_image(tmp_path / "i.nii.gz", image, HEAD_FIRST_GRID)
+    write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
+    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p")
+    parts = cut_partial_scans(case, {"organ": [7]}, tmp_path / "pieces", "mr")
+    values = [np.unique(read_image(part.image).array).tolist() for part in parts]
+    assert [0, 300] in values
+    assert all(set(part) <= {0, 300} for part in values)
+
+
 def test_halves_lie_between_two_organs_and_only_there() -> None:
     labels = np.zeros((3, 4, 20), dtype=np.uint8)
     labels[:, 1:3, 3:8] = 2

@@ -7,7 +7,7 @@ Sources of the layouts: documentation/dataset_format.md of nnU-Net 2, medicaldec
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from medseg.data.importers.dataset import (
 from medseg.data.importers.splits import SPLITS_FILE, read_folds
 from medseg.errors import UserError
 from medseg.io.inputs import SUFFIXES, case_name, volume_files
+from medseg.io.names import free_name
 from medseg.io.read import read_image, read_labels
 from medseg.io.text import read_json
 from medseg.task import IGNORE, Channel
@@ -892,20 +893,11 @@ def _disjoint_groups(members: Members) -> LabelMembers:
         if name in named_groups:
             name = "_and_".join(regions)
         # A label of the data set may have the new name. The names of the group's own regions are
-        # free: each is divided into several groups, so no label has its name.
-        taken = {*members, *named_groups} - set(regions)
-        named_groups[_free_name(name, taken)] = group
+        # free unless another group took one: each is divided into several groups, so no label has
+        # its name.
+        taken = (members.keys() - set(regions)) | named_groups.keys()
+        named_groups[free_name(name, taken)] = group
     return named_groups
-
-
-def _free_name(name: str, taken: Collection[str]) -> str:
-    """Append `_2`, `_3`, … to a name that is taken."""
-    free_name = name
-    number = 2
-    while free_name in taken:
-        free_name = f"{name}_{number}"
-        number += 1
-    return free_name
 
 
 def _read_members(named_values: Mapping[str, Any], path: Path) -> Members:

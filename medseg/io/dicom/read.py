@@ -3,7 +3,8 @@
 Duplicates are dropped, gaps filled, and a tilted stack is made rectangular. The rules, which
 docs/dicom.md repeats:
 
-* Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are.
+* Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are; thin ones, as of
+  micro-CT, within `JITTER_SHARE` of their distance.
 * Other slices are interpolated linearly along the normal onto the even grid of their usual
   distance, if no two neighbours are farther apart than `MAX_GAP_MM` and at most `MAX_FILLED_SHARE`
   of the slices is missing (one missing slice is always accepted); slices on that grid stay as they
@@ -36,6 +37,10 @@ from medseg.wording import first_few
 # Largest distance of a slice from its position in an evenly spaced, straight stack that counts as
 # rounding of the decimals in headers.
 JITTER_TOLERANCE_MM = 0.1
+
+# The same as a share of the distance of slices, the smaller limit below a distance of 0.33 mm. A
+# missing slice puts a neighbour at least a third of the distance beside the even grid.
+JITTER_SHARE = 0.3
 
 # Wider gaps are not interpolated: a structure may end in between.
 MAX_GAP_MM = 10.0
@@ -350,13 +355,14 @@ def _even_planes(
     length_mm = float(heights_mm[-1] - heights_mm[0])
     num_frames = len(frames)
     step_mm = length_mm / (num_frames - 1)
-    even_mm = np.arange(num_frames) * step_mm
-    if np.abs(heights_mm - heights_mm[0] - even_mm).max() <= JITTER_TOLERANCE_MM:
-        planes = [Plane(index, upper_weight=0.0) for index in range(num_frames)]
-        return planes, step_mm, []
     gaps_mm = np.diff(heights_mm)
     # The lower median: with an even number of gaps, the mean of the two middle ones may not occur.
     usual_mm = float(np.quantile(gaps_mm, 0.5, method="lower"))
+    tolerance_mm = min(JITTER_TOLERANCE_MM, JITTER_SHARE * usual_mm)
+    even_mm = np.arange(num_frames) * step_mm
+    if np.abs(heights_mm - heights_mm[0] - even_mm).max() <= tolerance_mm:
+        planes = [Plane(index, upper_weight=0.0) for index in range(num_frames)]
+        return planes, step_mm, []
     num_steps = round(length_mm / usual_mm)
     num_missing = num_steps + 1 - num_frames
     is_too_near = gaps_mm.min() < 0.5 * usual_mm
@@ -377,7 +383,7 @@ def _even_planes(
     plane_heights_mm = heights_mm[0] + np.arange(num_steps + 1) * step_mm
     # Slice nearest to each plane; distances are (planes, slices).
     nearest = np.abs(heights_mm - plane_heights_mm[:, None]).argmin(axis=1)
-    is_slice = np.abs(heights_mm[nearest] - plane_heights_mm) <= JITTER_TOLERANCE_MM
+    is_slice = np.abs(heights_mm[nearest] - plane_heights_mm) <= tolerance_mm
     # Slice below each plane. The first and the last plane are slices: clipping changes none that is
     # interpolated.
     below = (np.searchsorted(heights_mm, plane_heights_mm) - 1).clip(0, num_frames - 2)

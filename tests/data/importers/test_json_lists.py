@@ -78,6 +78,11 @@ def test_overlapping_regions_of_nnunet_become_disjoint_labels(tmp_path: Path) ->
     change(tmp_path, labels={"background": 0, "lung": [1, 2], "tumour": 2, "lung_rest": 3})
     rests = {"lung_rest_2": [1], "tumour": [2], "lung_rest": [3]}
     assert import_nnunet(tmp_path).labels == rests
+    # The same name for the rest of one region and for the part that it shares with another.
+    labels = {"background": 0, "a": [3, 4], "a_rest": [2, 4, 6], "b": [1, 2, 4, 5]}
+    change(tmp_path, labels=labels)
+    values = [value for members in import_nnunet(tmp_path).labels.values() for value in members]
+    assert sorted(values) == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_older_description_of_nnunet(tmp_path: Path) -> None:
