@@ -324,6 +324,32 @@ def test_a_defect_of_a_job_keeps_its_traceback(
     assert "JobDefectError" not in result.stderr
 
 
+@pytest.mark.parametrize("is_in_job", [True, False])
+def test_a_path_that_the_user_may_not_use_is_told(
+    is_in_job: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As `Path.exists` raises it in the folder of another user, which root may always enter."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "/home/anna/cases.csv")
+
+    monkeypatch.setattr(sys, "argv", ["medseg", "seed=1"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)  # changes the heap of this process
+    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
+        monkeypatch.setenv(name, "1")
+    if not is_in_job:
+        monkeypatch.setattr(entry, "with_task", refuse)
+    with pytest.raises(SystemExit) as ended:
+        entry.run("phantom", refuse)
+    assert ended.value.code == 2
+    sentence = "/home/anna/cases.csv: cannot be used (Permission denied); check its permissions"
+    assert capsys.readouterr().err.startswith(f"medseg: {sentence}")
+
+
 CAUGHT = "Caught UserError in DataLoader worker process 0.\nOriginal Traceback (most recent call):"
 
 
@@ -358,82 +384,6 @@ def test_an_error_of_a_library_or_a_worker_is_told_in_one_sentence(
     printed = capsys.readouterr().err
     assert printed.startswith(f"medseg: {said}")
     assert printed.count("\n") == 1
-
-
-def test_a_sweep_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    """Hydra opens a file of its own in it."""
-    (tmp_path / "sweep" / "multirun.yaml").mkdir(parents=True)
-    arguments = ["phantom", "-m", "seed=1,2", "output=o", "hydra.sweep.dir=sweep"]
-    result = forked.run([*MEDSEG, *arguments], cwd=tmp_path)
-    assert result.returncode == 2, result.stderr
-    assert "sweep/multirun.yaml: cannot be written" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_garbage_is_collected_after_an_import_also_one_that_fails() -> None:
-    assert gc.isenabled()
-    entry.import_module("medseg.wording")
-    assert gc.isenabled()
-    with pytest.raises(ModuleNotFoundError):
-        entry.import_module("medseg.missing")
-    assert gc.isenabled()
-
-
-def test_an_unknown_key_is_compared_with_the_keys_of_the_chosen_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    arguments = ["task=kidneys", "stage=fine", "task.labels.left_kidny=1"]
-    monkeypatch.setattr(sys, "argv", ["medseg", *arguments])
-    with pytest.raises(UserError) as caught, entry._explained_errors("train"):
-        entry.compose("train", arguments)
-    assert "did you mean task.labels.left_kidney" in str(caught.value)
-    # A choice that does not exist is explained from the defaults.
-    monkeypatch.setattr(sys, "argv", ["medseg", "task=kidnys"])
-    with pytest.raises(UserError, match="Could not find"), entry._explained_errors("train"):
-        entry.compose("train", ["task=kidnys"])
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("train", "it names the experiments of both stages"),
-        # It takes no experiment, so the files of the stages would not help.
-        ("prepare", "experiment: there is no such key"),
-    ],
-)
-def test_a_cascade_is_refused_where_an_experiment_trains_one_stage(
-    command: str, said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "plan.yaml").write_text("coarse: a.yaml\nfine: b.yaml\n", encoding="utf-8")
-    result = forked.run([*MEDSEG, command, "experiment=plan.yaml"], cwd=tmp_path)
-    assert result.returncode == 2
-    assert said in result.stderr
-
-
-@pytest.mark.parametrize("is_in_job", [True, False])
-def test_a_path_that_the_user_may_not_use_is_told(
-    is_in_job: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """As `Path.exists` raises it in the folder of another user, which root may always enter."""
-
-    def refuse(*_: object) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied", "/home/anna/cases.csv")
-
-    monkeypatch.setattr(sys, "argv", ["medseg", "seed=1"])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)  # changes the heap of this process
-    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
-        monkeypatch.setenv(name, "1")
-    if not is_in_job:
-        monkeypatch.setattr(entry, "with_task", refuse)
-    with pytest.raises(SystemExit) as ended:
-        entry.run("phantom", refuse)
-    assert ended.value.code == 2
-    sentence = "/home/anna/cases.csv: cannot be used (Permission denied); check its permissions"
-    assert capsys.readouterr().err.startswith(f"medseg: {sentence}")
 
 
 def test_a_sweep_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
