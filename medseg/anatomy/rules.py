@@ -1,7 +1,8 @@
-"""Rules: one table of all thresholds about patients and organs.
+"""Rules: one table of all thresholds about patients and organs, but for those of a task.
 
 Other modules import the values by name; `RULES` has the meaning, the unit and the source of each.
-`python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
+`python -m medseg.anatomy.rules` prints the table of `docs/rules.md`. The plausible volumes of an
+organ are in its task, `conf/task/`.
 """
 
 from dataclasses import dataclass
