@@ -1,1 +1,1 @@
-"""From scan files to label files: scans found, segmented in batches, written; the Python API."""
+"""Prediction of whole scans, from files to files: search, batches, results; the Python API."""

@@ -261,6 +261,16 @@ def test_every_command_prints_its_configuration_outside_the_checkout(tmp_path: P
         assert ":" in result.stdout
 
 
+@pytest.fixture
+def command_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what a command changes, its folder, heap and environment, from other tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)
+    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
+        monkeypatch.setenv(name, "1")
+
+
+@pytest.mark.usefixtures("command_in_this_process")
 @pytest.mark.parametrize(
     ("codes", "is_multirun", "exit_code", "said"),
     [
@@ -282,10 +292,6 @@ def test_a_command_exits_with_the_code_of_its_job_and_a_multirun_says_how_many_f
     seeds = ",".join(map(str, range(len(codes))))
     options = ["-m", f"hydra.sweep.dir={tmp_path}"] if is_multirun else []
     monkeypatch.setattr(sys, "argv", ["medseg", *options, f"seed={seeds}"])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)  # changes the heap of this process
-    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
-        monkeypatch.setenv(name, "1")
     with pytest.raises(SystemExit) as ended:
         entry.run("phantom", lambda config: codes[config.seed])
     assert ended.value.code == exit_code
@@ -324,10 +330,10 @@ def test_a_defect_of_a_job_keeps_its_traceback(
     assert "JobDefectError" not in result.stderr
 
 
+@pytest.mark.usefixtures("command_in_this_process")
 @pytest.mark.parametrize("is_in_job", [True, False])
 def test_a_path_that_the_user_may_not_use_is_told(
     is_in_job: bool,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -337,10 +343,6 @@ def test_a_path_that_the_user_may_not_use_is_told(
         raise PermissionError(errno.EACCES, "Permission denied", "/home/anna/cases.csv")
 
     monkeypatch.setattr(sys, "argv", ["medseg", "seed=1"])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)  # changes the heap of this process
-    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
-        monkeypatch.setenv(name, "1")
     if not is_in_job:
         monkeypatch.setattr(entry, "with_task", refuse)
     with pytest.raises(SystemExit) as ended:
@@ -353,6 +355,7 @@ def test_a_path_that_the_user_may_not_use_is_told(
 CAUGHT = "Caught UserError in DataLoader worker process 0.\nOriginal Traceback (most recent call):"
 
 
+@pytest.mark.usefixtures("command_in_this_process")
 @pytest.mark.parametrize(
     ("error", "exit_code", "said"),
     [
@@ -366,7 +369,6 @@ def test_an_error_of_a_library_or_a_worker_is_told_in_one_sentence(
     error: Exception,
     exit_code: int,
     said: str,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -374,10 +376,6 @@ def test_an_error_of_a_library_or_a_worker_is_told_in_one_sentence(
         raise error
 
     monkeypatch.setattr(sys, "argv", ["medseg", "output=b"])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)  # changes the heap of this process
-    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
-        monkeypatch.setenv(name, "1")
     with pytest.raises(SystemExit) as ended:
         entry.run("phantom", job)
     assert ended.value.code == exit_code
