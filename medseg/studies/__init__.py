@@ -1,1 +1,1 @@
-"""Commands that combine several runs: cross-validation, search, memory ladder, comparisons."""
+"""Commands of several runs: configure, cross-validation, search, memory ladder, comparisons."""
