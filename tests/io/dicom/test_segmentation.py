@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import highdicom
@@ -225,7 +226,7 @@ def test_dciodvfy_finds_no_error_that_the_source_does_not_have(kind: str, tmp_pa
 
 
 def test_a_result_that_is_made_again_is_the_same_series_and_instance(tmp_path: Path) -> None:
-    """Other labels are another instance of that series; other names are another series."""
+    """Other labels or codes are another instance of it; other names are another series."""
     slices = open_slices(
         make_series(tmp_path / "s", "plain", np.eye(3), SeriesDescription="Lung 1.0")
     )
@@ -242,15 +243,18 @@ def test_a_result_that_is_made_again_is_the_same_series_and_instance(tmp_path: P
                 (labels, [LUNG, VESSEL]),
                 (edited, [LUNG, VESSEL]),
                 (labels, [LUNG]),
+                (labels, [replace(LUNG, code=("3341006", "Right lung")), VESSEL]),
+                (labels, [replace(LUNG, colour="#ff0000"), VESSEL]),
             )
         ):
             write(tmp_path / f"{number}.dcm", array, slices, structures)
             files.append(dcmread(tmp_path / f"{number}.dcm"))
         series = [file.SeriesInstanceUID for file in files]
         instances = [file.SOPInstanceUID for file in files]
-        assert series[0] == series[1] == series[2] != series[3]
+        assert len({*series[:3], *series[4:]}) == 1
+        assert series[3] != series[0]
         assert instances[0] == instances[1]
-        assert len(set(instances)) == 3
+        assert len(set(instances)) == 5
         assert files[0].SeriesDescription == f"medseg {word} Lung 1.0"
         for keyword in ("PatientSex", "ReferringPhysicianName", "PositionReferenceIndicator"):
             assert keyword in files[0], "the standard asks for it, also where it is empty"
