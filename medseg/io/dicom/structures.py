@@ -33,6 +33,9 @@ MULTI_FRAME = "PerFrameFunctionalGroupsSequence"
 # Name of UTF-8 in DICOM.
 UTF_8 = "ISO_IR 192"
 
+# Each side in `Structure.code` to its SNOMED CT code and the meaning of the code.
+SIDES = {"left": ("7771000", "Left"), "right": ("24028007", "Right")}
+
 # Most characters of a segment's label, of the name of a region of interest, and of a code's
 # meaning.
 MAX_NAME = 64

@@ -69,6 +69,19 @@ def test_identity_codes_and_colours(tmp_path: Path) -> None:
     assert {first.SegmentAlgorithmType, second.SegmentAlgorithmType} == {"AUTOMATIC"}
 
 
+def test_private_codes_of_names_that_begin_alike_differ(tmp_path: Path) -> None:
+    slices = open_slices(make_series(tmp_path / "s", "plain", np.eye(3)))
+    names = ("lung_lower_lobe_left", "lung_lower_lobe_right")
+    lobes = [Structure(name, value) for value, name in enumerate(names, start=1)]
+    write_segmentation(tmp_path / "a.dcm", small_labels(slices.grid.shape), slices, lobes)
+    items = [
+        segment.SegmentedPropertyTypeCodeSequence[0]
+        for segment in dcmread(tmp_path / "a.dcm").SegmentSequence
+    ]
+    assert [item.LongCodeValue for item in items] == list(names)
+    assert not any("CodeValue" in item for item in items), "for codes of 16 characters at most"
+
+
 @pytest.mark.parametrize(("kind", "num_all", "num_filled"), [("binary", 16, 4), ("labelmap", 8, 3)])
 def test_empty_frames_are_kept_on_request(
     tmp_path: Path, kind: str, num_all: int, num_filled: int
