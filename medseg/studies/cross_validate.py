@@ -32,7 +32,14 @@ from medseg.studies.command_steps import (
 )
 from medseg.studies.fold_model import write_model
 from medseg.studies.fold_tables import METRICS_FILE, Row, fold_rows, write_rows
-from medseg.studies.folds import WHOLE, Folds, check_folds, make_folds, organ_values
+from medseg.studies.folds import (
+    WHOLE,
+    Folds,
+    check_folds,
+    check_num_folds,
+    make_folds,
+    organ_values,
+)
 from medseg.studies.pooled import POOLED_MD, fold_costs, write_pooled
 from medseg.studies.recipes import (
     check_experiments,
@@ -78,6 +85,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
                 f"{argument}: it names the experiments of two stages, but stage=single is one; "
                 "leave one of them out"
             )
+    check_num_folds(arguments, config.num_folds)
     is_cascade = config.stage.name is not StageName.single
     if is_cascade:
         _check_cascade(config, arguments)

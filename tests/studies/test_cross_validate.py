@@ -319,6 +319,16 @@ def test_a_cascade_takes_no_argument_that_chooses_one_stage(
         study.cross_validate(make_config(tmp_path, StageName.coarse))
 
 
+def test_the_number_of_folds_of_train_is_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["experiment=mine", "data.num_folds=4"]
+    without_runs(monkeypatch, tmp_path, arguments, [])
+    with pytest.raises(UserError, match=r"data\.num_folds=4: .* num_folds=3; give num_folds=4"):
+        study.cross_validate(make_config(tmp_path, StageName.single))
+    assert study.cross_validate(make_config(tmp_path, StageName.single, num_folds=4)) == 0
+
+
 def test_a_prediction_gets_what_no_checkpoint_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
