@@ -152,7 +152,7 @@ def _describe(number: int, structure: Structure) -> SegmentDescription:
     """Describe a segment.
 
     A label without a SNOMED code gets a private code that is its whole name: a part of it, such as
-    `lung_lower_lobe_`, may be that of several labels. Where it is longer than the 16 characters of
+    `gluteus_maximus_`, may be that of several labels. Where it is longer than the 16 characters of
     a code value, highdicom writes it as a long code value.
     """
     name = stored_name(structure.name)
