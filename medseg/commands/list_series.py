@@ -15,7 +15,7 @@ from medseg.io.atomic import check_writable, replace_text
 from medseg.io.dicom.frames import printable
 from medseg.io.dicom.listing import ListedSeries
 from medseg.io.dicom.listing import list_series as list_folder
-from medseg.io.dicom.pick import pick_each_study
+from medseg.io.dicom.pick import pick_each_study, study_of
 from medseg.io.inputs import dicom_files, input_format, is_dicomdir
 from medseg.io.names import RAW_NAMES, free_name, joined_name
 from medseg.io.tables import csv_text, print_table
@@ -67,7 +67,7 @@ def list_series(config: ListConfig) -> int:
         )
     print_table([_printed(listed) for listed in listing], COLUMNS)
     scans = [listed for listed in listing if not listed.fault]
-    studies = {(scan.series.patient, scan.series.study) for scan in scans}
+    studies = set(map(study_of, scans))
     print(f"{len(listing)} series: {len(scans)} scans of {len(studies)} studies", flush=True)
     if output is None:
         return 0

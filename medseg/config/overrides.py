@@ -381,18 +381,25 @@ def quote(text: str) -> str:
 def text_of(value: Any) -> str:
     """Write a value as a command-line argument in Hydra's grammar.
 
+    A path is written as a text, and numbers and arrays of NumPy or torch as those of Python.
+
     Example:
-        >>> values = (0.5, True, "true", None, "amp", "Doe, John", [1, 2], {"liver": 1})
+        >>> values = (0.5, True, "true", None, "amp", Path("Doe, John"), (1, 2), {"liver": 1})
         >>> [text_of(value) for value in values]
         ['0.5', 'true', "'true'", 'null', 'amp', "'Doe, John'", '[1,2]', '{liver:1}']
     """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    # Numbers and arrays of NumPy and torch, which are not imported here.
+    elif hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, str):
         is_plain = re.fullmatch(r"[A-Za-z_][\w./-]*", value, re.ASCII)
         # Without quotes, Hydra would not read `true`, `null` or `inf` as a text.
         if is_plain and not NOT_A_TEXT.fullmatch(value):
             return value
         return quote(value)
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return f"[{','.join(map(text_of, value))}]"
     if isinstance(value, dict):
         members = [f"{key}:{text_of(member)}" for key, member in value.items()]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from medseg.cascade.cascade import require_channels
-from medseg.errors import UserError
+from medseg.errors import SeveralSeriesError, UserError
 from medseg.inference.options import InferenceOptions
 from medseg.inference.scan_model import ScanModel
 from medseg.inference.segmentation import Segmentation
@@ -118,9 +118,10 @@ class Segmenter:
 
         Args:
             scan: Path of a volume file or a DICOM series, a `Volume`, an image of SimpleITK or
-                nibabel, or an array or tensor (X, Y, Z); a CT in HU. For a task of several channels
-                a list of them, or an array (C, X, Y, Z). The other channels are resampled to the
-                grid of the first.
+                nibabel, or an array or tensor (X, Y, Z); a CT in HU. In a folder of several DICOM
+                series the path of one file chooses its series. For a task of several channels a
+                list of them, or an array (C, X, Y, Z). The other channels are resampled to the grid
+                of the first.
             hu: Scale that turns the values of the first channel into HU, if they are not HU yet.
             affine: Matrix (4, 4) of an array or tensor from its indices to RAS in mm; None for a
                 tensor that has its own, as those of MONAI.
@@ -144,10 +145,16 @@ class Segmenter:
         first = channels[0]
         paths = [Path(channel) for channel in channels if isinstance(channel, (str, Path))]
         are_all_paths = len(paths) == len(channels)
-        if are_all_paths:
-            volume, more_channels = read_scan(paths, task, None, hu)
-        else:
-            volume, more_channels = _read_channels(channels, task, hu, affine)
+        try:
+            if are_all_paths:
+                volume, more_channels = read_scan(paths, task, None, hu)
+            else:
+                volume, more_channels = _read_channels(channels, task, hu, affine)
+        except SeveralSeriesError as error:
+            # The cures of its message are those of the command line.
+            raise UserError(
+                f"{error} In Python, give one file of its series as the path."
+            ) from error
         read_s = time.perf_counter() - start_s
         # The voxels of a `Volume` belong to the caller and must not be changed; those of all other
         # kinds were read or copied.

@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.config.experiment_file import names_stages
-from medseg.config.overrides import text_of
+from medseg.config.overrides import quote_paths, text_of
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, split_cases, write_case_table
 from medseg.data.importers.formats import read_cases
@@ -32,7 +32,14 @@ from medseg.studies.command_steps import (
 )
 from medseg.studies.fold_model import write_model
 from medseg.studies.fold_tables import METRICS_FILE, Row, fold_rows, write_rows
-from medseg.studies.folds import WHOLE, Folds, check_folds, make_folds, organ_values
+from medseg.studies.folds import (
+    WHOLE,
+    Folds,
+    check_folds,
+    check_num_folds,
+    make_folds,
+    organ_values,
+)
 from medseg.studies.pooled import POOLED_MD, fold_costs, write_pooled
 from medseg.studies.recipes import (
     check_experiments,
@@ -42,7 +49,12 @@ from medseg.studies.recipes import (
     recipe_of,
     stage_steps,
 )
-from medseg.studies.train_arguments import arguments_for_train, key_of, merge_arguments
+from medseg.studies.train_arguments import (
+    arguments_for_train,
+    key_of,
+    merge_arguments,
+    spacing_argument,
+)
 from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
 from medseg.wording import first_few, shell_line
@@ -78,6 +90,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
                 f"{argument}: it names the experiments of two stages, but stage=single is one; "
                 "leave one of them out"
             )
+    check_num_folds(arguments, config.num_folds)
     is_cascade = config.stage.name is not StageName.single
     if is_cascade:
         _check_cascade(config, arguments)
@@ -247,15 +260,26 @@ def _cascade_trainings(
     output = Path(config.output)
     coarse_steps: list[Step] = []
     fine_steps: list[Step] = []
+    fine_table = config.fine_cases or config.cases
     coarse_checkpoints = coarse_arguments(config, folds.folders)
     if coarse_checkpoints and fine_cases is not None:
         _check_fine_names(config, cases, fine_cases)
+    # Experiment to its further arguments.
+    coarse_more: dict[str, list[str]] = {}
+    for experiment in config.coarse:
+        chosen = [f"experiment={text_of(experiment)}", *arguments]
+        coarse_more[experiment] = _common_spacing(config, config.cases, chosen, "coarse")
+    fine_more: dict[str, list[str]] = {}
+    for experiment in config.fine:
+        chosen = [f"experiment={text_of(experiment)}", *arguments]
+        spacing = _common_spacing(config, fine_table, chosen, "fine")
+        fine_more[experiment] = [*coarse_checkpoints.get(experiment, []), *spacing]
     for fold, folder in enumerate(folds.folders):
         note_recipe(folder, recipe_of(experiments(config), cases, arguments, fine_cases))
         coarse_data = _fold_arguments(config, config.cases, arguments, fold)
-        fine_data = _fold_arguments(config, config.fine_cases or config.cases, arguments, fold)
-        coarse_steps += stage_steps(config, "coarse", folder, coarse_data, output)
-        fine_steps += stage_steps(config, "fine", folder, fine_data, output, coarse_checkpoints)
+        fine_data = _fold_arguments(config, fine_table, arguments, fold)
+        coarse_steps += stage_steps(config, "coarse", folder, coarse_data, output, coarse_more)
+        fine_steps += stage_steps(config, "fine", folder, fine_data, output, fine_more)
     return [*coarse_steps, *fine_steps]
 
 
@@ -271,12 +295,24 @@ def _single_trainings(
     """
     output = Path(config.output)
     cache = f"data.cache={output / 'cache'}"
+    spacing = _common_spacing(config, config.cases, arguments, "cross_validate")
     steps: list[Step] = []
     for fold, folder in enumerate(folds.folders):
         note_recipe(folder, recipe_of({}, cases, arguments))
         fold_arguments = _fold_arguments(config, config.cases, arguments, fold)
-        steps += train_steps(folder / SINGLE, *merge_arguments([cache], fold_arguments))
+        steps += train_steps(folder / SINGLE, *merge_arguments([cache], fold_arguments, spacing))
     return steps
+
+
+def _common_spacing(
+    config: CrossValidateConfig, table: str | None, arguments: Sequence[str], where: str
+) -> list[str]:
+    """Make the argument for a spacing that is averaged over the cases of all folds, if it is.
+
+    See `spacing_argument`.
+    """
+    all_folds = _fold_arguments(config, table, arguments, "all")
+    return spacing_argument(quote_paths([*all_folds, "run_dir=none"]), where)
 
 
 def _check_harder_scans(
@@ -310,9 +346,9 @@ def _check_harder_scans(
 
 
 def _fold_arguments(
-    config: CrossValidateConfig, table: str | None, arguments: Sequence[str], fold: int
+    config: CrossValidateConfig, table: str | None, arguments: Sequence[str], fold: int | str
 ) -> tuple[str, ...]:
-    """Join the user's arguments of `train` with the arguments that select a fold of a table."""
+    """Join the user's arguments of `train` with those that select a fold of a table, or `all`."""
     selection = [
         f"data.cases={Path(str(table)).absolute()}",
         f"data.fold={fold}",

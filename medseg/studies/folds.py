@@ -16,6 +16,7 @@ from medseg.data.case_table import (
 from medseg.errors import UserError
 from medseg.studies.pieces import cut_partial_scans, paint_scan
 from medseg.studies.recipes import has_checkpoint
+from medseg.studies.train_arguments import key_of
 from medseg.task import LabelValues, Task
 from medseg.wording import first_few
 
@@ -166,6 +167,25 @@ def held_out_scans(
         for case in labelled:
             diseased += paint_scan(case, list(organs.values()), output / "diseased")
     return {WHOLE: list(cases), PIECES: partial, DISEASED: diseased}
+
+
+def check_num_folds(arguments: Sequence[str], num_folds: int) -> None:
+    """Refuse the key of `train` for the number of folds, which a study would not read.
+
+    Args:
+        arguments: Arguments of `train` among those of the study.
+        num_folds: Number of folds of the study.
+
+    Raises:
+        UserError: If an argument names another number.
+    """
+    for argument in arguments:
+        _, _, number = argument.partition("=")
+        if key_of(argument) == "data.num_folds" and number != str(num_folds):
+            raise UserError(
+                f"{argument}: the number of folds is the key num_folds here, and num_folds="
+                f"{num_folds}; give num_folds={number}"
+            )
 
 
 def check_folds(cases: Sequence[Case], num_folds: int) -> None:

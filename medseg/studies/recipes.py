@@ -198,7 +198,8 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
 
     A study reuses finished runs, which would be wrong with another recipe. While no run has a
     checkpoint, there is nothing to reuse, and the file is overwritten. Paths are compared as
-    absolute ones, so a study may be resumed from another working folder.
+    absolute ones, so a study may be resumed from another working folder. The order of the arguments
+    does not count.
 
     Args:
         folder: Run folder, or folder of several run folders.
@@ -208,10 +209,10 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
         UserError: If earlier runs in the folder come from another recipe.
     """
     path = folder / RECIPE_FILE
-    current = json.dumps(_with_absolute_paths(recipe))
+    current = json.dumps(_comparable(recipe))
     if path.is_file() and has_checkpoint(folder):
-        # Older versions wrote the paths as they were typed.
-        earlier = json.dumps(_with_absolute_paths(read_json(path)))
+        # Older versions wrote paths and arguments as they were typed.
+        earlier = json.dumps(_comparable(read_json(path)))
         if earlier != current:
             raise UserError(
                 f"{folder}: its runs come from {earlier}, not {current}; "
@@ -221,20 +222,22 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
     replace_text(path, current)
 
 
-def _with_absolute_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the paths in the arguments of a recipe, and in the names of its experiments, absolute.
+def _comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Sort the arguments of a recipe by their keys, and make all its paths absolute.
 
-    Relative ones start at the working folder.
+    Paths are in the arguments and in the names of the experiments; relative ones start at the
+    working folder.
     """
-    absolute = dict(recipe)
+    comparable = dict(recipe)
     for key, value in recipe.items():
         if key == "arguments":
-            absolute[key] = list(map(_with_absolute_path, value))
+            # Of two arguments with one key the later one counts: `sorted` keeps their order.
+            comparable[key] = sorted(map(_with_absolute_path, value), key=key_of)
         elif isinstance(value, list):
-            absolute[key] = list(map(_absolute_file, value))
+            comparable[key] = list(map(_absolute_file, value))
         elif isinstance(value, str):
-            absolute[key] = _absolute_file(value)
-    return absolute
+            comparable[key] = _absolute_file(value)
+    return comparable
 
 
 def _with_absolute_path(argument: str) -> str:

@@ -12,9 +12,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from medseg.config.check import explain, to_config
+from medseg.config.check import explain, to_config, to_typed
 from medseg.config.experiment_file import register_experiments
+from medseg.config.overrides import text_of
+from medseg.data.spacing import find_spacing
 from medseg.errors import UserError
+from medseg.preprocess.options import FOUND_IN_DATA
 from medseg.runs.folder import allows_more_steps, load_config, resolve_paths_and_spacing
 from medseg.runs.signature import changed_keys, decisive, describe_changes, plain
 from medseg.targets import targets_first
@@ -134,6 +137,30 @@ def compose_unchecked(arguments: Sequence[str], where: str) -> DictConfig:
         return hydra.compose("train", targets_first([*search_path_overrides(), *arguments]))
     except HydraException as error:
         raise UserError(f"{where}: {explain(error)}") from error
+
+
+def spacing_argument(arguments: Sequence[str], where: str) -> list[str]:
+    """Make the argument for the spacing of several trainings whose networks are to be averaged.
+
+    Each training would average a spacing of `FOUND_IN_DATA` over its own cases, so that the
+    networks of two folds would differ in it.
+
+    Args:
+        arguments: Arguments of `train` that select the cases of all these trainings.
+        where: Key of the study under which the user gave them, for messages.
+
+    Returns:
+        List of the argument; empty where the spacing does not depend on the cases.
+
+    Raises:
+        UserError: If the arguments are wrong, or the cases cannot be read.
+    """
+    config = to_typed(compose_unchecked(arguments, where), TrainConfig)
+    spacing = config.spacing
+    if spacing.strategy not in FOUND_IN_DATA or spacing.target_spacing_mm is not None:
+        return []
+    find_spacing(spacing, config.data, config.task)
+    return [f"spacing.target_spacing_mm={text_of(spacing.target_spacing_mm)}"]
 
 
 def check_same_training(run_dir: Path, config: TrainConfig, *, can_extend: bool = False) -> None:

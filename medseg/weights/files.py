@@ -24,6 +24,7 @@ from medseg.io.atomic import replace_bytes
 from medseg.io.names import utf8_path
 from medseg.io.text import read_text
 from medseg.weights.checks import check_plain, check_tensors
+from medseg.wording import first_few
 
 # To be increased when a key of the metadata changes its meaning.
 METADATA_FORMAT = 1
@@ -305,12 +306,23 @@ def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tenso
 
 
 def _check_is_file(path: Path, source: str) -> None:
-    """Refuse a path that is no file; for a run folder, the message names its checkpoint."""
+    """Refuse a path that is no file; for a folder, the message names the files to give."""
     if path.is_file():
         return
     checkpoint = path / LAST_CHECKPOINT
     if checkpoint.is_file():
         raise UserError(f"{source}: a folder; give its checkpoint, {checkpoint}")
+    if (path / CHECKSUMS).is_file():
+        names = sorted(read_checksums(path / CHECKSUMS))
+        raise UserError(
+            f"{source}: a model folder; give a file in it ({first_few(names)}), or predict with "
+            "weights=<folder>"
+        )
+    if path.is_dir():
+        raise UserError(
+            f"{source}: a folder without {LAST_CHECKPOINT}; give the checkpoint of a run, or "
+            f"weights that end in {SUFFIX}"
+        )
     raise UserError(f"{source}: there is no such checkpoint")
 
 

@@ -137,6 +137,24 @@ def test_patients_whose_series_share_a_uid_are_apart(tmp_path: Path) -> None:
         assert np.array_equal(array, images[row.series.patient])
 
 
+def test_anonymised_scans_in_folders_of_their_own_are_studies_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `predict series_pick=…`: without a study UID, each folder counts as one study."""
+    image = np.arange(40, dtype=np.int16).reshape(2, 4, 5)
+    export = tmp_path / "export"
+    for patient, name in enumerate(("a", "b"), start=1):
+        for number in (1, 2):
+            uid = f"1.2.{patient}.{number}"
+            identity = {"uid": uid, "StudyInstanceUID": "", "SeriesNumber": number}
+            save_stack(export / name, image, [0.0, 3.0 - number], **identity)
+    table = tmp_path / "cases.csv"
+    assert command(config(export, table, "thinnest")) == 0
+    assert "4 series: 4 scans of 2 studies" in capsys.readouterr().out
+    cases = read_case_table(table, None)
+    assert sorted(case.image.name for case in cases) == ["a", "b"]
+
+
 def test_scans_of_one_patient_date_and_number_have_names_of_their_own(tmp_path: Path) -> None:
     image = np.zeros((2, 4, 5), np.int16)
     image[0, 0, 0] = 9

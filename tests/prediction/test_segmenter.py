@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import SimpleITK
 import torch
+from dicom_files import save_stack
 from monai.data import MetaTensor
 from oracle import CoarseOracle, FineOracle, dice, scan, stage
 
@@ -76,6 +77,24 @@ def test_arrays_and_images_of_nibabel_get_labels_of_their_kind(
     assert np.array_equal(from_tensor.numpy().transpose(), expected)
     with pytest.raises(UserError, match="give affine="):
         segmenter.segment(array)
+
+
+def test_a_file_chooses_among_the_series_of_its_folder(
+    segmenter: medseg.LungSegmenter, tmp_path: Path
+) -> None:
+    """As the message about the folder says: `segment` has no key `series`."""
+    volume, reference = scan(STORED[0])
+    depth, height, width = volume.array.shape
+    heights_mm = list(np.arange(depth) * volume.grid.spacing_mm[0])
+    for number, image in enumerate((volume.array, volume.array[:, ::-1]), start=1):
+        spacing_mm = volume.grid.spacing_mm[1:]
+        save_stack(tmp_path, image, heights_mm, uid=f"1.2.{number}", spacing_mm=spacing_mm)
+    with pytest.raises(UserError, match=r"holds 2: .* In Python, give one file of its series"):
+        segmenter.segment(tmp_path)
+    file = next(tmp_path.glob("*_1.2.1_*.dcm"))
+    labels = segmenter.segment(file).labels.array
+    assert labels.shape == (depth, height, width)
+    assert is_right(labels, reference)
 
 
 @pytest.mark.parametrize("stored", STORED)

@@ -24,7 +24,7 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.segmentation import RegionBox
 from medseg.io.atomic import replace_text
 from medseg.io.tables import write_csv
-from medseg.io.write import write_labels
+from medseg.io.write import write_image, write_labels
 from medseg.preprocess.scale import HuScale
 from medseg.studies import command_steps, folds
 from medseg.studies import cross_validate as study
@@ -33,6 +33,7 @@ from medseg.studies.fold_tables import fold_rows, share_in_crop, write_rows
 from medseg.studies.folds import check_folds
 from medseg.studies.held_out import reference_labels
 from medseg.studies.make_weights import read_bound
+from medseg.studies.train_arguments import spacing_argument
 from medseg.task import Channel, Region, Task
 
 # Stored from the patient's left to right and from back to front.
@@ -267,6 +268,7 @@ def without_runs(
         "make_task": lambda _: Task("t", {"left_lung": 1}, (), (Channel(),)),
         "plain": lambda _: {"name": "t"},
         "coarse_arguments": lambda *_: {},
+        "spacing_argument": lambda *_: [],
         "run_steps": commands.extend,
         "fold_rows": lambda *_: rows,
         "write_rows": lambda *_: (folder / "folds.md").write_text("table"),
@@ -317,6 +319,45 @@ def test_a_cascade_takes_no_argument_that_chooses_one_stage(
     without_runs(monkeypatch, tmp_path, [argument], [])
     with pytest.raises(UserError, match=r"coarse= and fine=, or choose stage=single"):
         study.cross_validate(make_config(tmp_path, StageName.coarse))
+
+
+def test_all_folds_have_the_spacing_of_all_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Networks of different spacings could not be averaged in the model folder."""
+    cases = []
+    for name, slice_mm in (("a", 2.0), ("b", 2.5), ("c", 3.0)):
+        image = np.zeros((4, 5, 6), np.int16)
+        path = tmp_path / f"{name}.nii.gz"
+        write_image(path, image, VoxelGrid(image.shape, (slice_mm, 1.0, 1.0)))
+        cases.append(Case(name, path, path, name))
+    table = write_case_table(tmp_path / "my cases.csv", cases)
+    arguments = ["logger=none", "data.test_patients=[]"]
+    for stage, chosen in (
+        (StageName.single, ["stage=single", "spacing=dataset_mean"]),
+        (StageName.coarse, ["spacing=dataset_mean"]),
+    ):
+        folder = tmp_path / stage.value
+        commands = without_runs(monkeypatch, folder, [*arguments, *chosen], [])
+        monkeypatch.setattr(study, "spacing_argument", spacing_argument)
+        config = make_config(
+            folder, stage, cases=str(table), fine=["ct_fine"], coarse=["ct_coarse"]
+        )
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            assert study.cross_validate(config) == 0
+        trainings = [command for command in commands if command[0] == "train"]
+        assert all("spacing.target_spacing_mm=[2.5,1.0,1.0]" in step for step in trainings)
+        assert len(trainings) >= 3
+
+
+def test_the_number_of_folds_of_train_is_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["experiment=mine", "data.num_folds=4"]
+    without_runs(monkeypatch, tmp_path, arguments, [])
+    with pytest.raises(UserError, match=r"data\.num_folds=4: .* num_folds=3; give num_folds=4"):
+        study.cross_validate(make_config(tmp_path, StageName.single))
+    assert study.cross_validate(make_config(tmp_path, StageName.single, num_folds=4)) == 0
 
 
 def test_a_prediction_gets_what_no_checkpoint_tells(

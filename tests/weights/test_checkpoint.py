@@ -101,7 +101,15 @@ def test_what_is_no_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     assert told(path) == "coarse=a.ckpt: there is no such checkpoint"
     path.mkdir()
-    assert told(path) == "coarse=a.ckpt: there is no such checkpoint"
+    assert told(path) == (
+        "coarse=a.ckpt: a folder without checkpoints/last.ckpt; give the checkpoint of a run, or "
+        "weights that end in .safetensors"
+    )
+    (path / "SHA256SUMS").write_text(f"{'0' * 64}  lesion_single_fold_0.safetensors\n")
+    assert told(path) == (
+        "coarse=a.ckpt: a model folder; give a file in it (lesion_single_fold_0.safetensors), or "
+        "predict with weights=<folder>"
+    )
     (path / "checkpoints").mkdir()
     (path / "checkpoints" / "last.ckpt").touch()
     assert (

@@ -33,11 +33,20 @@ def pick(candidates: Sequence[ListedSeries], rule: str) -> ListedSeries | None:
     return min(matching, key=_by_distance)
 
 
+def study_of(listed: ListedSeries) -> tuple[str, str]:
+    """Key of the study of a scan.
+
+    Where the headers name no study, as after an anonymisation, each folder counts as one.
+    """
+    series = listed.series
+    folder = "" if series.study else str(listed.folder)
+    return series.scope, folder
+
+
 def pick_each_study(scans: Sequence[ListedSeries], rule: str) -> list[ListedSeries]:
     """Choose a scan of each study by `pick`; studies without a match are left out."""
     picked = []
-    by_study = group_by(scans, lambda listed: listed.series.scope)
-    for candidates in by_study.values():
+    for candidates in group_by(scans, study_of).values():
         chosen = pick(candidates, rule)
         if chosen is not None:
             picked.append(chosen)

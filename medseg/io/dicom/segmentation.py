@@ -18,6 +18,7 @@ from medseg.io.atomic import replace_path
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.dicom.structures import (
     MULTI_FRAME,
+    SIDES,
     UTF_8,
     derived_series,
     labels_on_slices,
@@ -26,12 +27,6 @@ from medseg.io.dicom.structures import (
     stored_name,
 )
 from medseg.io.label_table import Structure
-
-# SNOMED CT codes of the sides in `Structure.code`.
-SIDES = {"left": codes.SCT.Left, "right": codes.SCT.Right}
-
-# Most characters of a code value (SH) in DICOM.
-MAX_CODE = 16
 
 
 def write_segmentation(
@@ -156,17 +151,21 @@ def _share_geometry(header: Dataset, step_mm: float) -> None:
 def _describe(number: int, structure: Structure) -> SegmentDescription:
     """Describe a segment.
 
-    A label without a SNOMED code gets a private code that consists of its name.
+    A label without a SNOMED code gets a private code that is its whole name: a part of it, such as
+    `gluteus_maximus_`, may be that of several labels. Where it is longer than the 16 characters of
+    a code value, highdicom writes it as a long code value.
     """
     name = stored_name(structure.name)
     category = codes.SCT.Tissue
-    kind = CodedConcept(name[:MAX_CODE], "99MEDSEG", name)
+    kind = CodedConcept(name, "99MEDSEG", name)
     if structure.code:
         code, meaning, *sides = structure.code
         category = codes.SCT.AnatomicalStructure
         kind = CodedConcept(code, "SCT", meaning)
         for side in sides:
-            kind.SegmentedPropertyTypeModifierCodeSequence = [CodedConcept.from_code(SIDES[side])]
+            side_code, side_meaning = SIDES[side]
+            modifier = CodedConcept(side_code, "SCT", side_meaning)
+            kind.SegmentedPropertyTypeModifierCodeSequence = [modifier]
     colour = None
     if structure.colour:
         colour = CIELabColor.from_string(structure.colour)

@@ -16,6 +16,7 @@ from medseg.io.dicom.contours import outlines
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.dicom.structures import (
+    SIDES,
     UTF_8,
     derived_series,
     labels_on_slices,
@@ -190,7 +191,13 @@ def _observation(number: int, structure: Structure) -> Dataset:
         ROIInterpreter="",
     )
     if structure.code:
-        code, meaning, *_ = structure.code
+        code, meaning, *sides = structure.code
         identification = _item(CodeValue=code, CodingSchemeDesignator="SCT", CodeMeaning=meaning)
+        for side in sides:
+            side_code, side_meaning = SIDES[side]
+            modifier = _item(
+                CodeValue=side_code, CodingSchemeDesignator="SCT", CodeMeaning=side_meaning
+            )
+            identification.SegmentedPropertyTypeModifierCodeSequence = [modifier]
         item.RTROIIdentificationCodeSequence = [identification]
     return item

@@ -33,6 +33,9 @@ MULTI_FRAME = "PerFrameFunctionalGroupsSequence"
 # Name of UTF-8 in DICOM.
 UTF_8 = "ISO_IR 192"
 
+# Each side in `Structure.code` to its SNOMED CT code and the meaning of the code.
+SIDES = {"left": ("7771000", "Left"), "right": ("24028007", "Right")}
+
 # Most characters of a segment's label, of the name of a region of interest, and of a code's
 # meaning.
 MAX_NAME = 64
@@ -74,8 +77,9 @@ class DerivedSeries(NamedTuple):
     Attributes:
         uid: Series Instance UID, derived from the source series, the kind of object and the names
             of labels.
-        instance_uid: SOP Instance UID, derived from the same, the slices, the labels of all pixels
-            and a version: an archive keeps one copy of an unchanged result, and adds a changed one.
+        instance_uid: SOP Instance UID, derived from the same, the slices, the labels of all pixels,
+            colours and codes, and a version: an archive keeps one copy of an unchanged result, and
+            adds a changed one.
         number: Series Number.
         description: Series Description.
     """
@@ -108,12 +112,16 @@ def derived_series(
     identity = [header.SeriesInstanceUID, kind, *(structure.name for structure in structures)]
     places = [(frame.position_xyz_mm, frame.volume_keys) for frame in slices.frames]
     content = hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
+    # A user may add codes or colours to the task, and predict again.
+    colours_and_codes = [(structure.colour, structure.code) for structure in structures]
     source_description = str(header.get("SeriesDescription") or "")
     description = f"medseg {KIND_NAMES[kind]} {source_description}".strip()
     # UIDs that are generated from equal texts are equal.
     return DerivedSeries(
         uid=generate_uid(entropy_srcs=identity),
-        instance_uid=generate_uid(entropy_srcs=[*identity, str(places), content, version]),
+        instance_uid=generate_uid(
+            entropy_srcs=[*identity, str(places), content, str(colours_and_codes), version]
+        ),
         number=_derived_number(header, KIND_NUMBERS[kind]),
         description=description[:MAX_NAME],
     )

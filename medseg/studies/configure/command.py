@@ -46,7 +46,7 @@ from medseg.studies.configure.setting import (
 )
 from medseg.studies.configure.stage_views import StageView, stage_views
 from medseg.studies.configure.times import Costs, Schedule, StageCosts
-from medseg.studies.cross_validate import check_folds
+from medseg.studies.folds import check_folds, check_num_folds
 from medseg.studies.train_arguments import arguments_for_train
 from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
@@ -92,6 +92,8 @@ def configure(config: ConfigureConfig) -> int:
     Raises:
         UserError: If memory or hours are too little; names the nearest possible value.
     """
+    arguments = arguments_for_train(HydraConfig.get().overrides.task, ConfigureConfig)
+    check_num_folds(arguments, config.num_folds)
     task = make_task(config.task)
     cases = labelled_cases(config)
     output = Path(config.output)
@@ -108,7 +110,6 @@ def configure(config: ConfigureConfig) -> int:
         _switches(is_gpu=is_gpu),
         config.num_stages,
     )
-    arguments = arguments_for_train(HydraConfig.get().overrides.task, ConfigureConfig)
     pilot = Pilot(
         folder=output / "pilot",
         cases=cases,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import highdicom
@@ -66,6 +67,19 @@ def test_identity_codes_and_colours(tmp_path: Path) -> None:
     ) == (56, 189, 248)
     assert "RecommendedDisplayCIELabValue" not in second
     assert {first.SegmentAlgorithmType, second.SegmentAlgorithmType} == {"AUTOMATIC"}
+
+
+def test_private_codes_of_names_that_begin_alike_differ(tmp_path: Path) -> None:
+    slices = open_slices(make_series(tmp_path / "s", "plain", np.eye(3)))
+    names = ("lung_lower_lobe_left", "lung_lower_lobe_right")
+    lobes = [Structure(name, value) for value, name in enumerate(names, start=1)]
+    write_segmentation(tmp_path / "a.dcm", small_labels(slices.grid.shape), slices, lobes)
+    items = [
+        segment.SegmentedPropertyTypeCodeSequence[0]
+        for segment in dcmread(tmp_path / "a.dcm").SegmentSequence
+    ]
+    assert [item.LongCodeValue for item in items] == list(names)
+    assert not any("CodeValue" in item for item in items), "for codes of 16 characters at most"
 
 
 @pytest.mark.parametrize(("kind", "num_all", "num_filled"), [("binary", 16, 4), ("labelmap", 8, 3)])
@@ -225,7 +239,7 @@ def test_dciodvfy_finds_no_error_that_the_source_does_not_have(kind: str, tmp_pa
 
 
 def test_a_result_that_is_made_again_is_the_same_series_and_instance(tmp_path: Path) -> None:
-    """Other labels are another instance of that series; other names are another series."""
+    """Other labels or codes are another instance of it; other names are another series."""
     slices = open_slices(
         make_series(tmp_path / "s", "plain", np.eye(3), SeriesDescription="Lung 1.0")
     )
@@ -242,15 +256,18 @@ def test_a_result_that_is_made_again_is_the_same_series_and_instance(tmp_path: P
                 (labels, [LUNG, VESSEL]),
                 (edited, [LUNG, VESSEL]),
                 (labels, [LUNG]),
+                (labels, [replace(LUNG, code=("3341006", "Right lung")), VESSEL]),
+                (labels, [replace(LUNG, colour="#ff0000"), VESSEL]),
             )
         ):
             write(tmp_path / f"{number}.dcm", array, slices, structures)
             files.append(dcmread(tmp_path / f"{number}.dcm"))
         series = [file.SeriesInstanceUID for file in files]
         instances = [file.SOPInstanceUID for file in files]
-        assert series[0] == series[1] == series[2] != series[3]
+        assert len({*series[:3], *series[4:]}) == 1
+        assert series[3] != series[0]
         assert instances[0] == instances[1]
-        assert len(set(instances)) == 3
+        assert len(set(instances)) == 5
         assert files[0].SeriesDescription == f"medseg {word} Lung 1.0"
         for keyword in ("PatientSex", "ReferringPhysicianName", "PositionReferenceIndicator"):
             assert keyword in files[0], "the standard asks for it, also where it is empty"

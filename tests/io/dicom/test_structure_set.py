@@ -54,6 +54,12 @@ def test_references_and_regions_of_interest(kind: str, tmp_path: Path) -> None:
     assert [item.ReferencedROINumber for item in dataset.RTROIObservationsSequence] == [1, 2, 3]
     code = dataset.RTROIObservationsSequence[0].RTROIIdentificationCodeSequence[0]
     assert (code.CodeValue, code.CodeMeaning) == ("39607008", "Lung")
+    (side,) = code.SegmentedPropertyTypeModifierCodeSequence
+    assert (side.CodeValue, side.CodingSchemeDesignator, side.CodeMeaning) == (
+        "7771000",
+        "SCT",
+        "Left",
+    )
     for contour in dataset.ROIContourSequence[0].ContourSequence:
         assert contour.ContourGeometricType == "CLOSED_PLANAR"
         assert 3 * contour.NumberOfContourPoints == len(contour.ContourData)
