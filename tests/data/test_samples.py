@@ -637,7 +637,7 @@ def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], tas
     )
     with pytest.raises(
         UserError,
-        match=r"data\.train_trust=sure or certain: no training case has a region with this trust",
+        match=r"data\.train_trust=sure or certain: of 3 training case\(s\), such as case_0",
     ):
         fine(cases, task, train_trust=["sure", "certain"])
 
