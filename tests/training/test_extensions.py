@@ -124,9 +124,22 @@ def test_transforms_of_ours_and_of_monai_come_in_their_order() -> None:
     assert extensions.make_transforms(compose("augment=none")) is None
 
 
+@pytest.mark.parametrize("mode", ["", ", keys: [image, label], mode: [bilinear, nearest]"])
+def test_a_transform_takes_a_mode_for_each_key_although_it_annotates_one(mode: str) -> None:
+    """The argument `mode` of this class is annotated as a text."""
+    grid = f"{{_target_: monai.transforms.RandGridDistortiond, prob: 0.5{mode}}}"
+    transforms = extensions.make_transforms(compose(f"augment.transforms=[{grid}]"))
+    assert transforms is not None
+    assert transforms.transforms[0].mode == ("bilinear", "nearest")
+
+
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
+        (
+            "{_target_: monai.transforms.RandGridDistortiond, mode: [1, 2]}",
+            "mode: RandGridDistortiond needs a text, but got [1, 2]",
+        ),
         (
             "{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axis: 2}",
             "mirrors left and right",
