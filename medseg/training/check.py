@@ -164,6 +164,13 @@ def _check_optimisation(config: TrainConfig) -> None:
         first_step = step_from_zero(optimizer_factory)
         has_growing_steps = grows_with_gradient(optimizer_factory)
     name = class_name(config.optimizer)
+    # Such as the optimisers without a schedule: `eval` puts other weights into the network.
+    if hasattr(optimizer, "eval"):
+        raise UserError(
+            f"optimizer: {name} evaluates other weights than those that it trains, and medseg "
+            "would validate and save those that it trains; choose another optimizer, with "
+            "ema_decay for an average of the weights"
+        )
     # The gradient of `step_from_zero`. A positive dot product means a step along the gradient.
     gradient = torch.linspace(-1.0, 1.0, len(first_step))
     climbs = float(first_step @ gradient) > 0

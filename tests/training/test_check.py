@@ -137,6 +137,10 @@ def check(*overrides: str) -> list[str]:
         ),
         (["optimizer.betas=0.9"], r"optimizer\.betas: AdamW needs a list, but got 0\.9"),
         (["optimizer.maximize=true"], "a step of AdamW goes up the gradient"),
+        (
+            ["optimizer._target_=pytorch_optimizer.ScheduleFreeAdamW", "schedule=constant"],
+            "ScheduleFreeAdamW evaluates other weights than those that it trains",
+        ),
         (["schedule=cyclic", "schedule.mode=zigzag"], "mode is invalid"),
         ([*EPOCHS, "schedule.steps_per_epoch=10"], "The specified number of total steps is 10"),
         (
