@@ -22,6 +22,7 @@ from medseg.anatomy.disease import Disease, Fluid, Missing
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.data.augment import Affine, Noise
+from medseg.data.sampler import sample_rng
 from medseg.errors import UserError
 from medseg.runs import folder
 from medseg.runs.train_run import train_run
@@ -186,6 +187,20 @@ def test_disease_is_painted_into_the_labels_of_regions(
     assert transforms is not None
     (disease,) = (effect for effect in transforms.transforms if isinstance(effect, Disease))
     assert tuple(disease.organ_values) == (1, 2, 3)
+
+
+def test_z_scores_beside_a_window_are_not_clipped_to_its_range() -> None:
+    channels = (
+        "task.channels=[{modality: ct, window_hu: [-160, 240]}, {modality: mr, normalise: zscore}]"
+    )
+    transforms = extensions.make_transforms(compose("task.window_hu=null", channels))
+    assert transforms is not None
+    image = torch.full((2, 4, 6, 8), 4.0)
+    labels = torch.zeros(4, 6, 8, dtype=torch.uint8)
+    for n in range(8):
+        changed, _ = transforms.alter(image.clone(), labels, sample_rng(0, n), (2.0, 1.0, 1.0), 2)
+        assert float(changed[0].max()) <= 1.0
+        assert float(changed[1].max()) > 3.0, "the least factor is 0.8"
 
 
 def test_a_field_of_an_effect_that_has_no_key_keeps_its_default(
