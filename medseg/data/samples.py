@@ -40,8 +40,8 @@ from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Region, Task
 
-# Number of random slices in which a boundary is searched; if none has a boundary, the patch lies
-# anywhere in the crop.
+# Number of random slices in which a boundary is searched, before all slices are searched in random
+# order: most organs have a boundary in each slice of their box.
 BOUNDARY_TRIES = 8
 # Smallest share of the body's slices in a slab, the random range of slices of `stage.slab_share`.
 LEAST_SLAB = 0.15
@@ -522,8 +522,7 @@ class Samples(Dataset[Sample]):
             return None
         is_organ_value = np.zeros(256, dtype=bool)
         is_organ_value[list(organ.values)] = True
-        for _ in range(BOUNDARY_TRIES):
-            z = int(rng.integers(search_box.start[0], search_box.stop[0]))
+        for z in _slices_to_search(search_box, rng):
             # A memory map: only one slice is read.
             candidates = _boundary_voxels(
                 case.labels[z], search_box, is_organ_value, self.task.ignore_label
@@ -539,6 +538,18 @@ class Samples(Dataset[Sample]):
                 voxel.append(round(scale * index + offset))
             return voxel
         return None
+
+
+def _slices_to_search(box: VoxelBox, rng: np.random.Generator) -> Iterator[int]:
+    """Yield `BOUNDARY_TRIES` random slices of a box, then each of its slices in a random order.
+
+    Small lesions that are far apart leave most slices of their box empty.
+    """
+    first, stop = box.start[0], box.stop[0]
+    for _ in range(BOUNDARY_TRIES):
+        yield int(rng.integers(first, stop))
+    for z in rng.permutation(range(first, stop)):
+        yield int(z)
 
 
 def _boundary_voxels(
