@@ -52,8 +52,8 @@ def check_interval(key: str, value: Any, interval: str) -> None:
 
     Args:
         key: Dotted key of the value, for messages.
-        value: A number, a list or tuple of numbers, or None. Two numbers of a key that ends in
-            `_range` are bounds, the lower one first.
+        value: A number, a list or tuple of numbers, or None. A tuple of two numbers (`Pair`), and
+            a list of two of a key that ends in `_range`, are bounds, the lower one first.
         interval: The interval; empty where there is none.
 
     Raises:
@@ -67,8 +67,8 @@ def check_interval(key: str, value: Any, interval: str) -> None:
         if not _lies_in(number, interval):
             raise UserError(f"{key}: must lie in {interval}, but got {value}")
     # The name of a single number may end so too: `data_range` of a loss is a width.
-    has_bounds = key.endswith("_range") and len(numbers) == 2
-    if has_bounds and numbers[0] > numbers[1]:
+    are_bounds = isinstance(value, tuple) or key.endswith("_range")
+    if are_bounds and len(numbers) == 2 and numbers[0] > numbers[1]:
         raise UserError(f"{key}: the lower bound comes first, but got {numbers}")
 
 

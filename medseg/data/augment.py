@@ -1,7 +1,8 @@
 """Augmentation effects of one sample: an affine resampling, then effects of the scanner.
 
-The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. Each effect is a class that
-can be an entry of the configuration key `augment.transforms`.
+The effects of `augment=ct` expect channels in [-1, 1] with -1 as air. `Gamma` clips to this range,
+but leaves out channels of z-scores. Each effect is a class that can be an entry of the
+configuration key `augment.transforms`.
 """
 
 import math
@@ -256,25 +257,49 @@ class Brightness(Effect):
 class Gamma(Effect):
     """Clip to [-1, 1], then apply a power law with an exponent from `range`.
 
-    Let x be the image scaled to [0, 1]. Half of the time it becomes x^exponent, else
-    1 - (1 - x)^exponent.
+    Let x be a channel whose range is scaled to [0, 1]. Half of the time it becomes x^exponent, else
+    1 - (1 - x)^exponent. The range of `unbounded_channels`, such as z-scores, is that of their own
+    values, and they are not clipped.
     """
 
     probability: float
     range: tuple[float, float]
+    unbounded_channels: tuple[int, ...] = ()
 
     def __call__(
         self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
     ) -> tuple[Tensor, Tensor]:
-        """Clip and change the image."""
-        image.clamp_(-1.0, 1.0)  # noise, contrast and brightness may have left the range
+        """Draw one exponent for all channels; clip and change them in place."""
+        sign_and_exponent: tuple[float, float] | None = None
         if rng.random() < self.probability:
             sign = 1.0 if rng.random() < 0.5 else -1.0
-            exponent = rng.uniform(*self.range)
-            image.mul_(0.5 * sign).add_(0.5)  # to x in [0, 1]; with the sign -1 to 1 - x
-            image.pow_(exponent)
-            image.sub_(0.5).mul_(2.0 * sign)  # back to [-1, 1]
+            sign_and_exponent = sign, rng.uniform(*self.range)
+        # All channels at once where they have the same range: the last bit of a power may depend on
+        # how values are divided.
+        channels = list(image) if self.unbounded_channels else [image]
+        for number, channel in enumerate(channels):
+            low, high = -1.0, 1.0
+            if number in self.unbounded_channels:
+                low, high = map(float, channel.aminmax())
+            else:
+                # Noise, contrast and brightness may have left the range.
+                channel.clamp_(low, high)
+            if sign_and_exponent is not None and low < high:
+                _apply_power(channel, low, high, *sign_and_exponent)
         return image, labels
+
+
+def _apply_power(channel: Tensor, low: float, high: float, sign: float, exponent: float) -> None:
+    """Apply the power law of `Gamma` in place to a channel with values from `low` to `high`.
+
+    With the sign 1 to its values above `low`, with the sign -1 to those below `high`.
+    """
+    middle = (low + high) / 2
+    factor = sign / (high - low)
+    # To x in [0, 1], with the sign -1 to 1 - x. Rounding may leave [0, 1], where a power is NaN.
+    channel.sub_(middle).mul_(factor).add_(0.5).clamp_(0.0, 1.0)
+    channel.pow_(exponent)
+    channel.sub_(0.5).mul_(sign * (high - low)).add_(middle)
 
 
 @dataclass(frozen=True)

@@ -522,6 +522,8 @@ class AugmentOptions:
         """Yield a sentence for each contradiction between the keys of the augmentation."""
         if not set(self.flip_axes) <= {0, 1, 2}:
             yield f"augment.flip_axes: axes are 0 (z), 1 (y), 2 (x), but got {self.flip_axes}"
+        if len(set(self.flip_axes)) < len(self.flip_axes):
+            yield f"augment.flip_axes: expected each axis once, but got {self.flip_axes}"
 
 
 def missing_file(key: str, path: str | None) -> Iterator[str]:

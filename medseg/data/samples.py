@@ -40,8 +40,8 @@ from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Region, Task
 
-# Number of random slices in which a boundary is searched; if none has a boundary, the patch lies
-# anywhere in the crop.
+# Number of random slices in which a boundary is searched, before all slices are searched in random
+# order: most organs have a boundary in each slice of their box.
 BOUNDARY_TRIES = 8
 # Smallest share of the body's slices in a slab, the random range of slices of `stage.slab_share`.
 LEAST_SLAB = 0.15
@@ -172,7 +172,8 @@ class Samples(Dataset[Sample]):
         augmentation: Transforms of a sample; None for validation.
         jitter: Whether spacings and boxes of regions vary at random, as in training; otherwise
             `crops` chooses them as in prediction.
-        weights: Relative frequency of each case, > 0; None draws all cases equally often.
+        weights: Relative frequency of the items of each case, > 0; None draws all items equally
+            often.
         train_trust: Accepted values of the columns `trust_<region>`. An item is then a region with
             an accepted value; in the coarse stage, a case whose regions all have one or are absent.
             None accepts all.
@@ -207,47 +208,17 @@ class Samples(Dataset[Sample]):
         item_weights: list[float] = []
         case_weights = [1.0] * len(cases) if weights is None else weights
         for case, weight in zip(cases, case_weights, strict=True):
-            for region_index in self._trained_regions(case, train_trust):
+            for region_index in trained_regions(case, task, stage, train_trust):
                 self.items.append((case, region_index))
                 item_weights.append(weight)
         if cases and not self.items:
-            raise UserError(self._no_items(cases, train_trust))
+            raise UserError(describe_no_items(cases, task, train_trust))
         if weights is None:
             # A list of equal weights would give another order: `draw_from_pass` then draws other
             # random numbers.
             self.weights = normalised_weights(None, len(self.items))
         else:
             self.weights = normalised_weights(item_weights, len(self.items))
-
-    def _trained_regions(
-        self, case: CachedCase, train_trust: Collection[str] | None
-    ) -> Sequence[int]:
-        """List the indices of the regions of a case that are items; only 0 for a whole scan."""
-        if self.stage.sees_whole_scans:
-            is_item = train_trust is None or _has_trust(case, self.task, train_trust)
-            return [0] if is_item else []
-        indices = []
-        for index, region in enumerate(self.task.regions):
-            # A region without voxels has no box.
-            if region.name not in case.region_boxes:
-                continue
-            if train_trust is None or case.trust.get(region.name) in train_trust:
-                indices.append(index)
-        return indices
-
-    def _no_items(self, cases: Sequence[CachedCase], train_trust: Collection[str] | None) -> str:
-        """Say why there are no items to train on."""
-        if train_trust is not None:
-            return (
-                f"data.train_trust={' or '.join(train_trust)}: no training case has a region with "
-                "this trust; enter it in the columns trust_<region> of the case table, or leave "
-                "data.train_trust out"
-            )
-        names = " or ".join(region.name for region in self.task.regions)
-        return (
-            f"of {len(cases)} case(s), such as {cases[0].name}, none has a voxel of {names}; "
-            "check data.label_values, the label maps and the split"
-        )
 
     def __len__(self) -> int:
         """Number of items."""
@@ -551,8 +522,7 @@ class Samples(Dataset[Sample]):
             return None
         is_organ_value = np.zeros(256, dtype=bool)
         is_organ_value[list(organ.values)] = True
-        for _ in range(BOUNDARY_TRIES):
-            z = int(rng.integers(search_box.start[0], search_box.stop[0]))
+        for z in _slices_to_search(search_box, rng):
             # A memory map: only one slice is read.
             candidates = _boundary_voxels(
                 case.labels[z], search_box, is_organ_value, self.task.ignore_label
@@ -568,6 +538,18 @@ class Samples(Dataset[Sample]):
                 voxel.append(round(scale * index + offset))
             return voxel
         return None
+
+
+def _slices_to_search(box: VoxelBox, rng: np.random.Generator) -> Iterator[int]:
+    """Yield `BOUNDARY_TRIES` random slices of a box, then each of its slices in a random order.
+
+    Small lesions that are far apart leave most slices of their box empty.
+    """
+    first, stop = box.start[0], box.stop[0]
+    for _ in range(BOUNDARY_TRIES):
+        yield int(rng.integers(first, stop))
+    for z in rng.permutation(range(first, stop)):
+        yield int(z)
 
 
 def _boundary_voxels(
@@ -656,6 +638,44 @@ def _cut(
     first = body.start[axis] + int(rng.integers(0, num_free, endpoint=True))
     scan = scan.part(axis, first, first + length)
     return scan, scan.body()
+
+
+def trained_regions(
+    case: CachedCase, task: Task, stage: StageOptions, train_trust: Collection[str] | None
+) -> Sequence[int]:
+    """List the indices of the regions of a case that are items of `Samples`.
+
+    A whole scan is an item with the index 0. Arguments as of `Samples`.
+    """
+    if stage.sees_whole_scans:
+        is_item = train_trust is None or _has_trust(case, task, train_trust)
+        return [0] if is_item else []
+    indices = []
+    for index, region in enumerate(task.regions):
+        # A region without voxels has no box.
+        if region.name not in case.region_boxes:
+            continue
+        if train_trust is None or case.trust.get(region.name) in train_trust:
+            indices.append(index)
+    return indices
+
+
+def describe_no_items(
+    cases: Sequence[CachedCase], task: Task, train_trust: Collection[str] | None
+) -> str:
+    """Say why some cases, at least one, have no items to train on."""
+    if train_trust is not None:
+        return (
+            f"data.train_trust={' or '.join(train_trust)}: of {len(cases)} training case(s), such "
+            f"as {cases[0].name}, none has a region with this trust; enter it in the columns "
+            "trust_<region> of the case table (phantoms have the trust reference), or leave "
+            "data.train_trust out"
+        )
+    names = " or ".join(region.name for region in task.regions)
+    return (
+        f"of {len(cases)} case(s), such as {cases[0].name}, none has a voxel of {names}; "
+        "check data.label_values, the label maps and the split"
+    )
 
 
 def _has_trust(case: CachedCase, task: Task, train_trust: Collection[str]) -> bool:

@@ -18,6 +18,9 @@ from medseg.data.sampler import sample_rng
 
 # Packages of MONAI whose transforms move voxels, so that the labels must move with the image.
 SPATIAL_MODULES = ("monai.transforms.spatial.", "monai.transforms.croppad.")
+# Classes of MONAI whose package does not tell whether they move voxels: the first one degrades the
+# image in place, the second one bends the image and all that it shows.
+MOVES_VOXELS = {"RandSimulateLowResolutiond": False, "RandSmoothDeformd": True}
 IMAGE = "image"
 LABEL = "label"
 # A transform is tested on a probe, a sample of four labelled blocks, with NUM_PROBES random
@@ -109,6 +112,8 @@ def _is_spatial(transform: Any) -> bool:
 
 def _is_spatial_class(target: type) -> bool:
     """Whether a class is one of MONAI's that move voxels."""
+    if target.__module__.startswith("monai.") and target.__name__ in MOVES_VOXELS:
+        return MOVES_VOXELS[target.__name__]
     # The dot at the end keeps a package from matching another package whose name begins like it.
     return f"{target.__module__}.".startswith(SPATIAL_MODULES)
 
@@ -224,15 +229,12 @@ def check_transform(
     image = (labels.float() / 250.0 - 0.9).expand(num_channels, *PROBE_SHAPE)
     for n in range(NUM_PROBES):
         changed_image, target = _apply_to_probe(transforms, image, labels, sample_rng(0, n))
-        if changed_image.shape != image.shape or target.shape != labels.shape:
-            raise ValueError(
-                f"it changes the shape of a sample, here from {PROBE_SHAPE} to "
-                f"{tuple(target.shape)}"
-            )
+        _check_shape("image", image, changed_image)
+        _check_shape("labels", labels, target)
         if not set(target.unique().tolist()) <= {0, *PROBE_VALUES}:
             raise ValueError(
-                "it interpolates between labels; give mode=nearest for the labels, such as "
-                "mode=[bilinear,nearest]"
+                "it interpolates between labels; leave keys and mode out, or give mode=nearest for "
+                "the labels, such as mode=[bilinear,nearest]"
             )
         moves_labels = not torch.equal(target, labels)
         if has_coarse_channel and moves_labels and not _moves_all_channels(transform):
@@ -270,6 +272,19 @@ def _check_keys(transform: Any) -> None:
         raise ValueError(
             f"it moves voxels, so keys=[{IMAGE},{LABEL}] are expected, or the labels no longer "
             f"fit; got keys={list(keys)}"
+        )
+
+
+def _check_shape(name: str, before: Tensor, after: Tensor) -> None:
+    """Refuse a transform that changes the shape of the image or the labels, as `name` says.
+
+    Raises:
+        ValueError: With both shapes.
+    """
+    if after.shape != before.shape:
+        raise ValueError(
+            f"it changes the shape of the {name}, here from {tuple(before.shape)} to "
+            f"{tuple(after.shape)}"
         )
 
 

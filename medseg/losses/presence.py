@@ -16,9 +16,12 @@ class PresenceLoss(nn.Module):
 
     Attributes:
         target_form: Form of the target, see `TARGET_FORMS` of `medseg.losses.sample_losses`.
+        is_voxelwise: Whether voxels can be left out: the largest differences are the same at any
+            position.
     """
 
     target_form = "indices"
+    is_voxelwise = True
 
     def __init__(self, voxels: int = 1000) -> None:
         """Set the pooling.

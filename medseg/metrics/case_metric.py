@@ -13,7 +13,8 @@ class CaseMetric:
 
     A metric of MONAI gets one-hot maps (1, K, D, H, W), and the voxel spacing where it takes one; a
     metric of torchmetrics gets label maps (1, D, H, W). The score is the mean over the classes that
-    have one; a class that neither map contains may be NaN.
+    have one; a class that neither map contains may be NaN. A distance of a class that only one map
+    contains is infinite.
 
     Args:
         metric: Object with `reset`; a call returns the score of a batch.
@@ -77,7 +78,7 @@ class CaseMetric:
             options["spacing"] = list(spacing_mm)
         scores = self.metric(pred, target, **options)
         if scores.ndim <= 2:  # (1, K), or without the background
-            return scores
+            return _with_infinities(scores, pred, target) if self.takes_spacing else scores
         # Some metrics, such as `ConfusionMatrixMetric`, return counts (1, K, 4), from which only
         # `aggregate` computes a list of scores. By default it first adds up the counts of all
         # classes, so that large classes would hide small ones.
@@ -132,6 +133,22 @@ def check_metric(metric: CaseMetric) -> None:
         raise ValueError(
             f"it cannot score label maps of a case ({type(error).__name__}: {error})"
         ) from error
+
+
+def _with_infinities(scores: Tensor, pred: Tensor, target: Tensor) -> Tensor:
+    """Make distances infinite that MONAI could not compute, since only one map has the class.
+
+    MONAI gives NaN for a percentile of such distances, because it interpolates between infinities.
+    The mean over the classes would leave NaN out, and hide that the class was missed.
+
+    Args:
+        scores: Distance of each class, (1, K), or without that of the background.
+        pred: One-hot map of the prediction, (1, K, D, H, W).
+        target: One-hot map of the reference, likewise.
+    """
+    is_in_one_map = pred.flatten(2).any(2) != target.flatten(2).any(2)  # (1, K)
+    is_missed = is_in_one_map[:, -scores.shape[-1] :]
+    return scores.masked_fill(scores.isnan() & is_missed, torch.inf)
 
 
 def _one_hot(labels: Tensor, num_classes: int) -> Tensor:

@@ -62,7 +62,7 @@ def check_objects(config: TrainConfig) -> bool:
     network = make_network_on_meta(config)
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
     _check_switches(config, network, has_batch_norm)
-    _check_sizes(config, network)
+    _check_sizes(config, network, has_batch_norm)
     output_weights = config.loss.get("output_weights")
     num_outputs = network.traits.num_outputs  # None where it is not known
     if output_weights is not None and num_outputs not in (None, len(output_weights)):
@@ -164,6 +164,13 @@ def _check_optimisation(config: TrainConfig) -> None:
         first_step = step_from_zero(optimizer_factory)
         has_growing_steps = grows_with_gradient(optimizer_factory)
     name = class_name(config.optimizer)
+    # Such as the optimisers without a schedule: `eval` puts other weights into the network.
+    if hasattr(optimizer, "eval"):
+        raise UserError(
+            f"optimizer: {name} evaluates other weights than those that it trains, and medseg "
+            "would validate and save those that it trains; choose another optimizer, with "
+            "ema_decay for an average of the weights"
+        )
     # The gradient of `step_from_zero`. A positive dot product means a step along the gradient.
     gradient = torch.linspace(-1.0, 1.0, len(first_step))
     climbs = float(first_step @ gradient) > 0
@@ -239,18 +246,24 @@ def _one_sentence_errors(group: str, node: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
+def _check_sizes(config: TrainConfig, network: StageNetwork, has_batch_norm: bool) -> None:
     """Refuse input sizes that the network does not accept.
 
     `medseg.training.clashes` checks those of our UNet.
     """
     if stated_divisor(config.model, config.spacing) is None:
-        # An instance norm needs two voxels at the deepest level. A network with a fixed input size,
-        # which is checked below, has them.
+        # Norms need two voxels at the deepest level. A network with a fixed input size, which is
+        # checked below, has them.
         instance_norms = (InstanceNorm, _InstanceNorm)
-        has_norm = any(isinstance(module, instance_norms) for module in network.modules())
-        needs_two_voxels = has_norm and network.traits.fixed_size is None
-        first_clash = next(divisor_clashes(config, network.divisor, needs_two_voxels), None)
+        has_instance_norm = any(isinstance(module, instance_norms) for module in network.modules())
+        has_any_size = network.traits.fixed_size is None
+        clashes = divisor_clashes(
+            config,
+            network.divisor,
+            has_instance_norm=has_instance_norm and has_any_size,
+            has_batch_norm=has_batch_norm and has_any_size,
+        )
+        first_clash = next(clashes, None)
         if first_clash is not None:
             raise UserError(first_clash)
     fixed_size = network.traits.fixed_size

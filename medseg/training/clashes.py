@@ -15,7 +15,12 @@ from medseg.memory.options import Accelerator, Precision
 from medseg.models.options import UNET, is_batch_norm, model_clashes
 from medseg.targets import TARGET
 from medseg.training.input_sizes import input_sizes, stated_divisor
-from medseg.training.options import LrScaling, TrainConfig, micro_batches_per_step
+from medseg.training.options import (
+    LrScaling,
+    TrainConfig,
+    micro_batches_per_step,
+    samples_per_micro_batch,
+)
 
 # Schedules that multiply the rate of the step before, so that a warm-up can multiply it too. Other
 # schedules set the rate of each step as a number.
@@ -70,8 +75,12 @@ def _size_clashes(config: TrainConfig) -> Iterator[str]:
     """
     divisor = stated_divisor(config.model, config.spacing)
     if divisor is not None:
-        has_instance_norm = config.model.get("norm") == "instance"
-        yield from divisor_clashes(config, divisor, needs_two_voxels=has_instance_norm)
+        yield from divisor_clashes(
+            config,
+            divisor,
+            has_instance_norm=config.model.get("norm") == "instance",
+            has_batch_norm=is_batch_norm(config.model),
+        )
     crop_size = config.spacing.size
     if crop_size is None:
         return
@@ -92,14 +101,19 @@ def _size_clashes(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool) -> Iterator[str]:
+def divisor_clashes(
+    config: TrainConfig, divisor: Shape, *, has_instance_norm: bool, has_batch_norm: bool
+) -> Iterator[str]:
     """Check that input sizes are multiples of the divisor, and leave voxels at the deepest level.
+
+    A norm over voxels needs two of them or more at the deepest level: instance norm in each sample,
+    batch norm in all samples that the network sees at once in training.
 
     Args:
         config: The configuration.
         divisor: Required multiple of the input size, (z, y, x).
-        needs_two_voxels: Whether the deepest level must have two voxels or more, because the
-            network normalises each channel over the voxels of one sample.
+        has_instance_norm: Whether the network has instance norm.
+        has_batch_norm: Whether it has batch norm.
     """
     model = config.model
     reason = f"model={model[TARGET]}"
@@ -110,12 +124,33 @@ def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool)
     for key, size in input_sizes(config).items():
         if any(length % step for length, step in zip(size, divisor, strict=True)):
             yield f"{key}: expected multiples of {multiple} ({reason}), but got {list(size)}"
-        if size == divisor and needs_two_voxels:
+        if size != divisor:
+            continue
+        begin = f"{key}={list(size)}: the deepest level of the network would have one voxel"
+        if has_instance_norm:
             yield (
-                f"{key}={list(size)}: the deepest level of the network would have one voxel, but "
-                "instance norm (model.norm=instance) needs at least two for a variance; choose a "
-                "larger size along an axis"
+                f"{begin}, but instance norm needs at least two for a variance; choose a larger "
+                "size along an axis"
             )
+        elif has_batch_norm and _trains_on_one_sample(config, key):
+            yield (
+                f"{begin} of one sample, but batch norm needs at least two for a variance; choose "
+                "a larger size along an axis, or more samples of a micro-batch (stage.batch_size)"
+            )
+
+
+def _trains_on_one_sample(config: TrainConfig, key: str) -> bool:
+    """Whether a key states the input of the training, and batch norm sees one sample of it.
+
+    Args:
+        config: The configuration.
+        key: One of `input_sizes`.
+    """
+    training_key = "spacing.size" if config.stage.patch_size is None else "stage.patch_size"
+    num_samples = samples_per_micro_batch(config)
+    if config.trainer.sync_batchnorm:
+        num_samples *= config.trainer.num_ranks
+    return key == training_key and num_samples == 1
 
 
 def _rank_clashes(config: TrainConfig) -> Iterator[str]:

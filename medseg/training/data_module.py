@@ -36,7 +36,13 @@ from medseg.data.case_table import Case, CaseSource
 from medseg.data.crops import ScanSpacings, StageCrops
 from medseg.data.options import RegionFrom
 from medseg.data.sampler import StepBatchSampler
-from medseg.data.samples import Samples, collate, init_worker
+from medseg.data.samples import (
+    Samples,
+    collate,
+    describe_no_items,
+    init_worker,
+    trained_regions,
+)
 from medseg.data.spacing import make_grid_rule
 from medseg.data.transforms import Transforms
 from medseg.errors import UserError
@@ -76,7 +82,7 @@ class CasesDataModule(pl.LightningDataModule):
             uses a GPU.
         train_cases: Cache entries of the training cases; empty until `setup`, as are the next two.
         val_cases: Cache entries of the validation cases.
-        weights: How often each training case is drawn, relative to the others.
+        weights: How often each item of each training case is drawn, relative to other items.
         crops: How samples are cut out of the cases.
     """
 
@@ -140,12 +146,10 @@ class CasesDataModule(pl.LightningDataModule):
         self.val_cases = []
         self.weights = []
         for source in self.sources:
-            self.train_cases += self._open(source.split.train, source)
+            train_cases = self._open(source.split.train, source)
+            self.train_cases += train_cases
             self.val_cases += self._open(source.split.val, source)
-            num_train = len(source.split.train)
-            # The cases of a source divide its share evenly.
-            weight = source.share / max(1, num_train)
-            self.weights += [weight] * num_train
+            self.weights += [self._item_weight(source, train_cases)] * len(train_cases)
         self._refuse_leak()
         options = self.config.stage
         coarse_boxes_by_case: dict[str, dict[str, VoxelBox]] = {}
@@ -174,13 +178,31 @@ class CasesDataModule(pl.LightningDataModule):
         if is_first_rank and self.train_cases:
             self._note_absent_classes()
 
+    def _item_weight(self, source: CaseSource, train_cases: Sequence[CachedCase]) -> float:
+        """Divide the share of a source evenly among the items of its training cases.
+
+        Raises:
+            UserError: If it has training cases, but no items: its share could not be drawn.
+        """
+        num_items = 0
+        for case in train_cases:
+            num_items += len(trained_regions(case, self.task, self.config.stage, self.train_trust))
+        if train_cases and not num_items:
+            raise UserError(describe_no_items(train_cases, self.task, self.train_trust))
+        return source.share / max(1, num_items)
+
     def _scan_spacings(self) -> ScanSpacings | None:
         """List the spacings of the training scans, where the spacing is drawn from them."""
         if self.config.spacing.draw is not SpacingDraw.tail:
             return None
         spacings_mm = [case.audit.grid.spacing_mm for case in self.train_cases]
-        total_weight = sum(self.weights)
-        return ScanSpacings(spacings_mm, [weight / total_weight for weight in self.weights])
+        # The scans of a source divide its share evenly.
+        shares: list[float] = []
+        for source in self.sources:
+            num_train = len(source.split.train)
+            shares += [source.share / max(1, num_train)] * num_train
+        total_share = sum(shares)
+        return ScanSpacings(spacings_mm, [share / total_share for share in shares])
 
     def _note_absent_classes(self) -> None:
         """Print which classes no training case holds, before the first step."""

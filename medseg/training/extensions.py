@@ -138,6 +138,9 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
         num_channels=len(task.channels),
         has_coarse_channel=config.stage.coarse_channel,
     )
+    unbounded_channels = tuple(
+        number for number, channel in enumerate(task.channels) if channel.normalise == "zscore"
+    )
     all_transforms: list[Any] = []
     for index, node in enumerate(augment.transforms):
         # The word "effects" stands for all effects that the keys of `augment` set.
@@ -147,6 +150,7 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
             task_values = {
                 "window_hu": task.channels[0].window_hu,
                 "organ_values": organ_values,
+                "unbounded_channels": unbounded_channels,
             }
             values = vars(augment) | task_values
             all_transforms += _call("augment", partial(make_effects, values))

@@ -329,6 +329,8 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         ),
         (["augment.noise_probability=7"], "augment.noise_probability: must lie in [0, 1]"),
         (["augment.scale_range=[1.2,0.8]"], "augment.scale_range: the lower bound comes first"),
+        (["augment.noise_sd=[0.1,0.01]"], "augment.noise_sd: the lower bound comes first"),
+        (["augment.flip_axes=[0,0]"], "augment.flip_axes: expected each axis once"),
         (["inference.overlap=1"], "inference.overlap: must lie in [0, 1), but got 1.0"),
         (
             ["model.depth=4"],

@@ -393,6 +393,31 @@ def test_an_effect_is_its_formula(
 
 
 @pytest.mark.parametrize(
+    ("randoms", "places", "power"),
+    [
+        ([0.3], [], lambda x: x),
+        ([0.29, 0.49], [0.5], lambda x: x**2),
+        ([0.29, 0.5], [0.5], lambda x: 1 - (1 - x) ** 2),
+    ],
+)
+def test_gamma_does_not_clip_unbounded_channels(
+    randoms: list[float], places: list[float], power: Any
+) -> None:
+    """A channel of z-scores keeps its range; the one beside it is clipped to [-1, 1]."""
+    scores = torch.linspace(-2.0, 5.0, 4 * 6 * 8).reshape(4, 6, 8)
+    gamma = augment.Gamma(0.3, (1.0, 3.0), unbounded_channels=(1,))
+    labels = torch.ones(4, 6, 8, dtype=torch.uint8)
+    rng: Any = Scripted(randoms, places)
+    image, _ = gamma(torch.stack([scores, scores]), labels, rng, SPACING_MM)
+    clipped = scores.clamp(-1.0, 1.0)
+    torch.testing.assert_close(image[0], 2 * power(clipped / 2 + 0.5) - 1, atol=1e-5, rtol=0)
+    torch.testing.assert_close(image[1], 7 * power((scores + 2) / 7) - 2, atol=1e-5, rtol=0)
+    constant = torch.full((2, 4, 6, 8), 3.0)
+    image, _ = gamma(constant, labels, Scripted(randoms, places), SPACING_MM)  # type: ignore[arg-type]
+    assert bool((image[1] == 3.0).all())
+
+
+@pytest.mark.parametrize(
     ("randoms", "place", "source"),
     [
         ([0.0, 0.49], 0.5, [2, 2, 2, 3]),

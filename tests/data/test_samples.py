@@ -535,6 +535,28 @@ def test_channels_are_stacked_and_each_has_its_own_intensity(
     assert fine(both, two)[0]["image"].shape[0] == 2, "augmented"
 
 
+def test_patches_find_lesions_that_leave_most_slices_of_their_box_empty(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
+    """Two voxels of one label, in the first and the last of 25 slices."""
+    case = cached_cases[2]
+    labels = np.zeros(case.grid.shape, np.uint8)
+    labels[0, 3, 4] = labels[-1, 15, 30] = 1
+    np.save(case.folder / "labels.npy", labels)
+    box = VoxelBox.from_mask(labels == 1)
+    assert box is not None
+    scattered = replace(case, region_boxes={"left_lung": box})
+    samples = fine(
+        [scattered],
+        task,
+        lambda case, region, rng: VoxelBox.full(case.grid.shape),
+        augmentation=None,
+        patch_size=(3, 4, 4),
+        boundary_share=1.0,
+    )
+    assert all(samples[n]["target"].any() for n in range(40))
+
+
 def test_the_ignore_label_stays_in_the_target_and_makes_no_boundary(
     cached_cases: list[CachedCase], task: Task
 ) -> None:
@@ -637,7 +659,7 @@ def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], tas
     )
     with pytest.raises(
         UserError,
-        match=r"data\.train_trust=sure or certain: no training case has a region with this trust",
+        match=r"data\.train_trust=sure or certain: of 3 training case\(s\), such as case_0",
     ):
         fine(cases, task, train_trust=["sure", "certain"])
 

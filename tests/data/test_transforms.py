@@ -77,6 +77,8 @@ def test_a_channel_that_no_scanner_made_follows_voxels_alone() -> None:
         (monai.RandGaussianNoised, {}, {"keys": ["image"]}),
         (monai.RandAffined, {}, {"keys": ["image", "label"], "mode": ["bilinear", "nearest"]}),
         (monai.RandFlipd, {}, {"keys": ["image", "label"]}),
+        (monai.RandSimulateLowResolutiond, {}, {"keys": ["image"]}),
+        (monai.RandSmoothDeformd, {}, {"keys": ["image", "label"]}),
         (monai.RandGaussianNoised, {"keys": ["image"]}, {}),
         (Noise, {}, {}),
     ],
@@ -100,6 +102,7 @@ def test_keys_without_modes_would_interpolate_labels() -> None:
     made(monai.RandZoomd, prob=0.1, mode=["trilinear", "nearest"]),
     made(monai.Rand3DElasticd, sigma_range=[5, 7], magnitude_range=[10, 20], prob=0.1),
     made(monai.RandRotated, prob=0.5, range_x=3.14),
+    made(monai.RandSimulateLowResolutiond, prob=0.1),
 ])  # fmt: skip
 @pytest.mark.parametrize("is_coarse", [True, False])
 def test_what_keeps_labels_and_sides_is_accepted(transform: Any, is_coarse: bool) -> None:
@@ -154,6 +157,18 @@ FLIP_X, FLIP_Z = (
             False,
             False,
             "changes the shape",
+        ),
+        (
+            monai.RandSmoothDeformd(["image"], spatial_size=[20, 24, 28], rand_size=[3, 3, 3]),
+            False,
+            False,
+            "moves voxels, so keys=",
+        ),
+        (
+            made(monai.RandSmoothDeformd, spatial_size=[8, 8, 8], rand_size=[3, 3, 3]),
+            False,
+            False,
+            "changes the shape of the image, here from (1, 20, 24, 28) to (1, 8, 8, 8)",
         ),
         (
             made(monai.NormalizeIntensityd, keys=["ct"]),

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from medseg.losses.presence import PresenceLoss
+from medseg.losses.sample_losses import Term, TrainingLoss
 
 SHAPE = (2, 3, 6, 7, 8)
 
@@ -39,3 +42,14 @@ def test_an_image_smaller_than_the_pool_counts_whole() -> None:
     assert torch.isfinite(PresenceLoss(1)(logits, target)), "one voxel may decide"
     with pytest.raises(ValueError, match="at least 1"):
         PresenceLoss(0)
+
+
+def test_ignored_voxels_are_left_out() -> None:
+    """A class that only an ignored voxel predicts counts as absent and not predicted."""
+    logits = torch.zeros(1, 2, 3, 3, 3)
+    logits[0, 1] = -4.0
+    logits[0, 1, 0, 0, 0] = 9.0
+    target = torch.zeros(1, 3, 3, 3, dtype=torch.uint8)
+    target[0, 0, 0, 0] = 255
+    loss = TrainingLoss([Term(1.0, PresenceLoss(1), "indices")], ignore_value=255)
+    assert float(loss(logits, target)) == pytest.approx(math.log1p(math.exp(-4.0)), rel=1e-4)

@@ -116,6 +116,23 @@ def test_distances_are_in_mm_and_a_missing_class_has_no_score() -> None:
     )
 
 
+@pytest.mark.parametrize("percentile", [None, 95])
+@pytest.mark.parametrize("include_background", [True, False])
+def test_the_distance_of_a_class_that_one_map_lacks_is_infinite(
+    percentile: float | None, include_background: bool
+) -> None:
+    """MONAI's percentile of it is NaN, which the mean over the classes would leave out."""
+    _, target = maps()
+    metric = monai.metrics.HausdorffDistanceMetric(
+        include_background=include_background, percentile=percentile
+    )
+    missed = target * (target != 2)
+    distance = CaseMetric(metric, 3)
+    assert distance(missed, target, SPACING_MM) == math.inf
+    assert distance(target, missed, SPACING_MM) == math.inf
+    assert distance(missed, missed, SPACING_MM) == 0.0, "a class that both lack has no distance"
+
+
 def test_torchmetrics_learns_the_number_of_classes() -> None:
     assert default_arguments(object, ["num_classes", "input_format"], [], 4) == {
         "num_classes": 4,

@@ -20,6 +20,8 @@ from medseg.training.options import TrainConfig
 
 SEGRESNET = ["model._target_=monai.networks.nets.SegResNet"]
 UNET = ["model._target_=monai.networks.nets.UNet", "model.channels=[8,16,32]"]
+# Patches of one voxel at the deepest level of a network with the divisor 16.
+ONE_VOXEL = ["stage.patch_size=[16,16,16]", "inference.tile_size=null"]
 LION = ["optimizer._target_=pytorch_optimizer.Lion", "optimizer.lr=0.01"]
 EPOCHS = [
     "schedule._target_=torch.optim.lr_scheduler.OneCycleLR",
@@ -74,6 +76,14 @@ def check(*overrides: str) -> list[str]:
         (
             [*SEGRESNET, "stage.patch_size=[36,40,40]", "inference.tile_size=[40,40,40]"],
             r"stage\.patch_size: expected multiples of 8",
+        ),
+        (
+            ["model._target_=monai.networks.nets.BasicUNet", "model.norm=batch", *ONE_VOXEL],
+            "would have one voxel of one sample, but batch norm needs at least two",
+        ),
+        (
+            ["model.norm=batch", *ONE_VOXEL],
+            "would have one voxel of one sample, but batch norm needs at least two",
         ),
         (
             [*SEGRESNET, "memory.checkpointing=[encoder]"],
@@ -137,6 +147,10 @@ def check(*overrides: str) -> list[str]:
         ),
         (["optimizer.betas=0.9"], r"optimizer\.betas: AdamW needs a list, but got 0\.9"),
         (["optimizer.maximize=true"], "a step of AdamW goes up the gradient"),
+        (
+            ["optimizer._target_=pytorch_optimizer.ScheduleFreeAdamW", "schedule=constant"],
+            "ScheduleFreeAdamW evaluates other weights than those that it trains",
+        ),
         (["schedule=cyclic", "schedule.mode=zigzag"], "mode is invalid"),
         ([*EPOCHS, "schedule.steps_per_epoch=10"], "The specified number of total steps is 10"),
         (

@@ -240,6 +240,41 @@ def test_sources_share_the_samples_whatever_the_number_of_their_cases(
     assert np.allclose(weights, [share / 2, share / 2, 1.0 - share])
 
 
+@pytest.mark.parametrize("name", ["coarse", "fine"])
+def test_a_source_gets_its_share_whatever_the_number_of_its_items(
+    name: str, tiny_table: Path, tmp_path: Path
+) -> None:
+    """Of the first source, one of two cases has the accepted trust, and in one region only."""
+    first, second, third, _ = read_case_table(tiny_table)
+    config = config_of(name)
+    config = replace(
+        config, data=replace(config.data, cache=str(tmp_path), train_trust="reference")
+    )
+    half = replace(first, trust={"left_lung": "reference", "right_lung": "absent"})
+    unknown = replace(second, trust={})
+    both = replace(third, trust=dict.fromkeys(("left_lung", "right_lung"), "reference"))
+
+    def data_of(*train: Case) -> CasesDataModule:
+        sources = [
+            CaseSource(Split(train, (), ()), LABEL_VALUES, 0.6),
+            CaseSource(Split((both,), (), ()), LABEL_VALUES, 0.4),
+        ]
+        data = CasesDataModule(config, sources, TASK, divisor=(8, 8, 8))
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+    samples = data_of(half, unknown).train_samples()
+    shares = dict.fromkeys((first.name, second.name, third.name), 0.0)
+    for (case, _), weight in zip(samples.items, samples.weights, strict=True):
+        shares[case.name] += weight
+    assert shares == pytest.approx({first.name: 0.6, second.name: 0.0, third.name: 0.4})
+    with pytest.raises(
+        UserError, match=f"such as {second.name}, none has a region with this trust"
+    ):
+        data_of(unknown)
+
+
 def test_the_spacings_of_the_scans_are_drawn_as_often_as_the_scans(
     tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from medseg.anatomy.disease import Disease, Fluid, Missing
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.data.augment import Affine, Noise
+from medseg.data.sampler import sample_rng
 from medseg.errors import UserError
 from medseg.runs import folder
 from medseg.runs.train_run import train_run
@@ -124,9 +125,22 @@ def test_transforms_of_ours_and_of_monai_come_in_their_order() -> None:
     assert extensions.make_transforms(compose("augment=none")) is None
 
 
+@pytest.mark.parametrize("mode", ["", ", keys: [image, label], mode: [bilinear, nearest]"])
+def test_a_transform_takes_a_mode_for_each_key_although_it_annotates_one(mode: str) -> None:
+    """The argument `mode` of this class is annotated as a text."""
+    grid = f"{{_target_: monai.transforms.RandGridDistortiond, prob: 0.5{mode}}}"
+    transforms = extensions.make_transforms(compose(f"augment.transforms=[{grid}]"))
+    assert transforms is not None
+    assert transforms.transforms[0].mode == ("bilinear", "nearest")
+
+
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
+        (
+            "{_target_: monai.transforms.RandGridDistortiond, mode: [1, 2]}",
+            "mode: RandGridDistortiond needs a text, but got [1, 2]",
+        ),
         (
             "{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axis: 2}",
             "mirrors left and right",
@@ -173,6 +187,20 @@ def test_disease_is_painted_into_the_labels_of_regions(
     assert transforms is not None
     (disease,) = (effect for effect in transforms.transforms if isinstance(effect, Disease))
     assert tuple(disease.organ_values) == (1, 2, 3)
+
+
+def test_z_scores_beside_a_window_are_not_clipped_to_its_range() -> None:
+    channels = (
+        "task.channels=[{modality: ct, window_hu: [-160, 240]}, {modality: mr, normalise: zscore}]"
+    )
+    transforms = extensions.make_transforms(compose("task.window_hu=null", channels))
+    assert transforms is not None
+    image = torch.full((2, 4, 6, 8), 4.0)
+    labels = torch.zeros(4, 6, 8, dtype=torch.uint8)
+    for n in range(8):
+        changed, _ = transforms.alter(image.clone(), labels, sample_rng(0, n), (2.0, 1.0, 1.0), 2)
+        assert float(changed[0].max()) <= 1.0
+        assert float(changed[1].max()) > 3.0, "the least factor is 0.8"
 
 
 def test_a_field_of_an_effect_that_has_no_key_keeps_its_default(
