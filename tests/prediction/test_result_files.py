@@ -387,6 +387,15 @@ def test_a_name_that_is_too_long_is_one_sentence(case: str, output: str, tmp_pat
         predict(path, tmp_path / output)
 
 
+def test_a_map_of_disagreement_is_no_segmentation_of_slicer(scans: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out" / "lungs.seg.nrrd"
+    assert predict(scans / "a.nii.gz", output, "inference.tta=true") == 0
+    (disagreement,) = (tmp_path / "out" / "uncertainty").iterdir()
+    assert disagreement.name == "lungs.nrrd"
+    assert b"Segmentation" not in disagreement.read_bytes()
+    assert b"Segmentation" in output.read_bytes()
+
+
 def test_steps_are_announced_in_their_order(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
