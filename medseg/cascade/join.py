@@ -106,18 +106,20 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
     """
     labels = new_array(grid.shape, np.uint8)
     footprints = [_footprint(probs) for _, probs, _ in regions]
-    whole_scan = VoxelBox.full(grid.shape)
+    native_boxes = [_native_box(crop_grid, grid) for _, _, crop_grid in regions]
     boxes = []
-    for footprint, (_, _, crop_grid) in zip(footprints, regions, strict=True):
-        boxes.append(_claimable_box(footprint, crop_grid, grid, whole_scan))
+    for (_, _, crop_grid), footprint, native in zip(regions, footprints, native_boxes, strict=True):
+        boxes.append(_claimable_box(footprint, crop_grid, grid, native))
     # All regions in one slab, then the next slab: `best_probs` has the size of a slab, not of the
     # scan.
     for slab in _slabs(_hull(boxes)):
         # Probability of the label that each voxel has so far, (d, h, w).
         best_probs = np.zeros(slab.shape, dtype=np.float32)
-        for (region, probs, crop_grid), footprint in zip(regions, footprints, strict=True):
+        for (region, probs, crop_grid), footprint, native in zip(
+            regions, footprints, native_boxes, strict=True
+        ):
             # Smaller than the box in the whole scan, because an organ is thin at its ends.
-            part = _claimable_box(footprint, crop_grid, grid, slab)
+            part = _claimable_box(footprint, crop_grid, grid, slab.intersect(native))
             if part.is_empty:
                 continue
             # `best_probs` begins at the slab, `labels` at the scan.
@@ -151,7 +153,7 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
         box = _native_box(crop_grid, grid)
         # By slabs: the resampled crop in float32 would take four times the memory of the result.
         for slab in _slabs(box):
-            slab_share = resample_image(share, crop_grid, grid.crop(slab), outside=0.0)
+            slab_share = _paste(share, crop_grid, grid.crop(slab))
             slab_percent = slab_share.mul_(100.0).round_().to(torch.uint8).numpy()
             view = percent[slab.slices()]
             np.maximum(view, slab_percent, out=view)
@@ -193,8 +195,31 @@ def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int)
 
 
 def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
-    """Voxels of the native grid that a crop covers."""
-    return grid.box_from(crop_grid, VoxelBox.full(crop_grid.shape)).clipped(grid.shape)
+    """Voxels of the native grid whose values a crop decides: those whose centres it shows.
+
+    A crop of a whole scan has whole voxels, so it may end up to half a voxel before the scan. The
+    native planes in between belong to the crop too; otherwise the first and the last plane of a
+    scan of thin slices would lose their labels.
+    """
+    shown = grid.centres_within(crop_grid).clipped(grid.shape)
+    if shown.is_empty:
+        return shown
+    z_start, y_start, x_start = shown.start
+    z_stop, y_stop, x_stop = shown.stop
+    half_voxel = 0.5 * crop_grid.spacing_mm[0] / grid.spacing_mm[0]  # in native planes
+    if z_start <= half_voxel:
+        z_start = 0
+    if grid.shape[0] - z_stop <= half_voxel:
+        z_stop = grid.shape[0]
+    return VoxelBox((z_start, y_start, x_start), (z_stop, y_stop, x_stop))
+
+
+def _paste(values: Tensor, source: VoxelGrid, target: VoxelGrid) -> Tensor:
+    """Resample values (D, H, W) of a crop to a part of its native box; 0 beside the crop.
+
+    The first and the last plane of the crop are repeated beyond its ends, see `_native_box`.
+    """
+    return resample_image(values, source, target, outside=0.0, slices_go_on=True)
 
 
 class _Footprint(NamedTuple):
@@ -239,8 +264,10 @@ def _claimable_box(
         footprint: From `_footprint`.
         crop_grid: Grid of the crop.
         grid: Oriented native grid.
-        slab: Planes of the native grid.
+        slab: Planes of the native grid, within the native box of the crop.
     """
+    if slab.is_empty:
+        return NO_VOXELS
     # Reach of the resampling filter in voxels of the crop: one voxel of the crop, or one voxel of a
     # coarser native grid, which is `scale` voxels of the crop.
     reach = [math.ceil(max(1.0, scale)) for scale, _ in grid.axis_map_to(crop_grid)]
@@ -250,9 +277,17 @@ def _claimable_box(
     tight = _bounds(footprint.rows[planes], footprint.columns[planes])
     if tight.is_empty:
         return tight
-    # All voxels within reach of a probable one, then mapped to the native grid.
+    # All voxels within reach of a probable one; below they are mapped to the native grid.
     claimable = tight.shifted((planes.start, 0, 0)).expanded(reach).clipped(crop_grid.shape)
-    return grid.box_from(crop_grid, claimable).intersect(slab)
+    native = grid.box_from(crop_grid, claimable)
+    z_start, y_start, x_start = native.start
+    z_stop, y_stop, x_stop = native.stop
+    # The outermost planes of the crop also decide the planes of the slab beyond them.
+    if claimable.start[0] == 0:
+        z_start = min(z_start, slab.start[0])
+    if claimable.stop[0] == crop_grid.shape[0]:
+        z_stop = max(z_stop, slab.stop[0])
+    return VoxelBox((z_start, y_start, x_start), (z_stop, y_stop, x_stop)).intersect(slab)
 
 
 def _bounds(rows: np.ndarray, columns: np.ndarray) -> VoxelBox:
@@ -313,11 +348,11 @@ def _claim(
     """
     # Most probable label of the region so far, and its probability.
     top_values = np.full(target.shape, values[0], dtype=np.uint8)
-    top_probs = resample_image(probs[0], source, target, outside=0.0).numpy()
+    top_probs = _paste(probs[0], source, target).numpy()
     # Probability of the background: 1 minus the sum of the labels.
     background = 1 - top_probs
     for value, prob in zip(values[1:], probs[1:], strict=True):
-        resampled = resample_image(prob, source, target, outside=0.0).numpy()
+        resampled = _paste(prob, source, target).numpy()
         background -= resampled
         np.copyto(top_values, value, where=resampled > top_probs)
         top_probs = np.maximum(top_probs, resampled)

@@ -245,9 +245,11 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
         cleaned[mask] = 0  # so that the agreement of the stages does not count it
     if not measured:
         sentence = (
-            "no region found at all: the result is empty; check that the scan shows the organ and "
-            "is in HU"
+            "no region found at all: the result is empty; check that the scan shows the organ"
         )
+        # Only a CT has a scale that may be wrong.
+        if task.is_ct:
+            sentence += " and is in HU"
         findings += warnings_of("empty_result", [sentence])
     for found_region in measured.values():
         findings += warnings_of("cut_region", border_warnings(found_region, grid))

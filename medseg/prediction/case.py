@@ -23,7 +23,7 @@ from medseg.metrics.hu_statistics import scan_statistics
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import PictureVoxels, take_picture_voxels
 from medseg.prediction.scans import Scan, scan_grid
-from medseg.preprocess.channels import read_channels
+from medseg.preprocess.channels import read_channel_images
 from medseg.preprocess.orient import orient
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import Task
@@ -125,10 +125,10 @@ def read_scan(
     """
     outside = [channel.outside for channel in task.channels]
     modalities = [channel.modality for channel in task.channels]
-    channels, volume = read_channels(
+    images, volume = read_channel_images(
         paths, outside, series=series, files=files, scales=[hu], modalities=modalities
     )
-    return volume, list(channels[1:])
+    return volume, images[1:]
 
 
 def segment_case(

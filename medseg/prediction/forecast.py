@@ -40,7 +40,8 @@ from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
 # Bytes of a voxel.
-SCAN_BYTES = 2  # of a scan, int16
+SCAN_BYTES = 2  # of the first channel of a scan, int16
+CHANNEL_BYTES = 4  # of each further channel, float32 on the grid of the first
 LABEL_BYTES = 1  # of its labels, uint8
 IMAGE_BYTES = 4  # of an image at the spacing of a stage, float32
 PROBABILITY_BYTES = 2  # of a stored probability, float16
@@ -138,6 +139,17 @@ class ArrayLimits(NamedTuple):
         num_bytes = itemsize * math.prod(grid.shape)
         return self.held(num_bytes, waits=grid.is_axial)
 
+    def held_of_channels(self, num_channels: int, grid: VoxelGrid) -> int:
+        """Count the bytes in memory of all channels of a scan.
+
+        Args:
+            num_channels: Channels of the scan.
+            grid: Its grid, in storage order.
+        """
+        # Further channels do not wait: `read_channel_images` makes them.
+        further_bytes = self.held(CHANNEL_BYTES * math.prod(grid.shape), waits=False)
+        return self.held_of_scan(SCAN_BYTES, grid) + (num_channels - 1) * further_bytes
+
 
 class Rate(NamedTuple):
     """Time that a model takes on this machine.
@@ -209,11 +221,11 @@ def _forecast_resampled(
     """Forecast a model that segments a resampled scan, while the scan itself stays in memory."""
     resampled_grid = model.resampled_grid(grid)
     num_channels = len(model.task.channels)
-    scan_bytes = num_channels * limits.held_of_scan(SCAN_BYTES, grid)
+    scan_bytes = limits.held_of_channels(num_channels, grid)
     resampled_bytes = num_channels * limits.held_of_scan(VALUE_BYTES, resampled_grid)
-    # The forecast of the inner model counts a scan of int16 on the resampled grid. In its place the
-    # process holds the original scan (int16) and the resampled one (int32).
-    counted_bytes = num_channels * limits.held_of_scan(SCAN_BYTES, resampled_grid)
+    # The forecast of the inner model counts a scan on the resampled grid as if it were read. In its
+    # place the process holds the original scan, as it was read, and the resampled one (int32).
+    counted_bytes = limits.held_of_channels(num_channels, resampled_grid)
     inner = forecast(
         model.parts[0],
         resampled_grid,
@@ -263,7 +275,7 @@ def _forecast_nnunet(
 
     They segment the whole scan, so all sizes follow from its grid.
     """
-    scan_bytes = len(model.task.channels) * limits.held_of_scan(SCAN_BYTES, grid)
+    scan_bytes = limits.held_of_channels(len(model.task.channels), grid)
     fixed_bytes = loaded_bytes + READING_BYTES + scan_bytes
     expected = model.expected(grid)
     memory = {"read": fixed_bytes}
@@ -320,7 +332,8 @@ def _forecast_cascade(
     num_channels = len(task.channels)
     fixed_bytes = loaded_bytes + FIRST_SCAN_BYTES + cascade.backend_bytes
     fixed_bytes += _heap_bytes(num_voxels)
-    fixed_bytes += num_channels * _held(SCAN_BYTES * num_voxels, array_bytes)
+    limits = ArrayLimits(array_bytes, waiting_bytes=array_bytes)
+    fixed_bytes += limits.held_of_channels(num_channels, grid)
 
     # The first stage sees the crop of the body, from a scan resampled to its spacing.
     scan_mm = [size * mm for size, mm in zip(grid.shape, grid.spacing_mm, strict=True)]

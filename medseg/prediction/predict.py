@@ -26,7 +26,7 @@ from medseg.prediction.batch import (
     make_batch,
     run_overlapped,
 )
-from medseg.prediction.case_report import refuse_other_json
+from medseg.prediction.case_report import refuse_other_json, report_path
 from medseg.prediction.load_models import RangeModel
 from medseg.prediction.options import Engine, PredictConfig, Save
 from medseg.prediction.ray_engine import predict_on_ray
@@ -188,7 +188,7 @@ def _place_results(
     all_paths: list[Path] = []
     for scan, output in zip(scans, outputs, strict=True):
         paths = list(result_paths(output, any_model.model, save).values())
-        all_paths += paths
+        all_paths += [*paths, report_path(output)]
         cases.append(BatchCase(scan, output, paths))
     check_outputs(all_paths, protected)
     # The viewer of a case called `index` would overwrite the page.

@@ -33,7 +33,7 @@ from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.batch import BatchCase, Observer, load_range_models, make_batch
 from medseg.prediction.case_report import read_report
-from medseg.prediction.forecast import LABEL_BYTES, SCAN_BYTES, forecast
+from medseg.prediction.forecast import CHANNEL_BYTES, LABEL_BYTES, SCAN_BYTES, forecast
 from medseg.prediction.memory_limit import OVERHEAD_BYTES
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan, scan_grid
@@ -531,7 +531,7 @@ def predict_bytes(
     missing_bytes = 0
     if num_gpus == 0 and model.device.type != "cpu":
         missing_bytes = network_bytes
-    bytes_per_voxel = SCAN_BYTES * len(task.channels) + LABEL_BYTES
+    bytes_per_voxel = SCAN_BYTES + CHANNEL_BYTES * (len(task.channels) - 1) + LABEL_BYTES
     predictions = []
     for case in cases[:NUM_MEASURED]:
         # The header may be unreadable, or the budget too small; the actor then reports it. Readers

@@ -17,7 +17,14 @@ from medseg.findings import warnings_of
 from medseg.inference.scan_model import ScanModel
 from medseg.inference.segmentation import Segmentation, describe_bounds
 from medseg.io.identity import Identity
-from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
+from medseg.io.inputs import (
+    DICOM_SEG_SUFFIX,
+    RTSTRUCT_SUFFIX,
+    SEGMENTATION_SUFFIX,
+    case_name,
+    input_format,
+    volume_suffix,
+)
 from medseg.io.label_files import LABEL_ENDINGS, label_file
 from medseg.io.label_table import Structure
 from medseg.io.scratch import new_array
@@ -93,7 +100,11 @@ def result_paths(
             for label in model.task.labels:
                 paths[kind, label] = label_file(stem, label, kind)
     if model.has_views:
-        paths["uncertainty", ""] = output.parent / UNCERTAINTY / output.name
+        name = output.name
+        # Percentages are no segments: 3D Slicer would read a segmentation without any.
+        if volume_suffix(output) == SEGMENTATION_SUFFIX:
+            name = f"{stem.name}.nrrd"
+        paths["uncertainty", ""] = output.parent / UNCERTAINTY / name
     return paths
 
 

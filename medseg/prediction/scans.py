@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Largest number of cases or studies that a sentence names; it counts the others.
 MAX_NAMED = 10
+# Longest name of a file or folder, in bytes, on the file systems of Linux and macOS.
+MAX_NAME_BYTES = 255
 
 
 class Archive(NamedTuple):
@@ -556,7 +558,8 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
         UserError: If several cases would go into one file, the suffix is no format to write, or a
             file exists where a folder is needed.
     """
-    is_folder = output.is_dir()
+    # Unlike `Path.is_dir`, this takes a name that is too long, which `check_outputs` refuses.
+    is_folder = os.path.isdir(output)
     if not is_folder:
         suffix = volume_suffix(output)
         if suffix in WRITTEN_SUFFIXES:
@@ -568,7 +571,7 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
         # A new name without the suffix of a volume is a new folder. For one scan a name with
         # another suffix, such as `labels.nii.gx`, is rather a mistyped file.
         is_mistyped = is_one_scan and bool(output.suffix)
-        is_new_folder = suffix is None and not output.exists() and not is_mistyped
+        is_new_folder = suffix is None and not os.path.exists(output) and not is_mistyped
         if not is_new_folder:
             suffixes = ", ".join(WRITTEN_SUFFIXES)
             raise UserError(f"output={output}: give a name that ends in {suffixes}, or a folder")
@@ -578,17 +581,23 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
 def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
     """Refuse outputs that would overwrite a file of the input, or each other, also through links.
 
+    A name that is too long for a file is refused too.
+
     Args:
         outputs: Paths of the label maps.
         protected: Description of each file of the input, from `find_scans`.
 
     Raises:
-        UserError: If a path would be written twice or overwrite an input.
+        UserError: If a path would be written twice or overwrite an input, or is too long.
     """
     # Links are followed by `realpath`, since `Path.resolve` fails for a link to itself.
     inputs = {os.path.realpath(path): description for path, description in protected.items()}
     earlier_outputs: dict[str, Path] = {}
     for output in outputs:
+        if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in output.parts):
+            raise UserError(
+                f"{output}: the name is too long for a file; rename the case or give another output"
+            )
         target = os.path.realpath(output)
         if target in inputs:
             raise UserError(

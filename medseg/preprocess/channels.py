@@ -1,8 +1,8 @@
 """Channels of a case: several images, resampled to the grid of the first and stacked.
 
-* `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case. It
-  returns an array (C, D, H, W) in the storage order of the first channel, and the first channel as
-  a `Volume` (grid, header, findings of all channels).
+* `read_channel_images(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case.
+  It returns an array (D, H, W) for each in the storage order of the first channel, and the first
+  channel as a `Volume` (grid, header, findings of all channels). `read_channels` stacks the arrays.
 * `resample_to(image, source, target, outside)` resamples one image to a grid, whose axes may
   differ from the image's.
 
@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.ndimage import affine_transform
@@ -20,6 +21,7 @@ from scipy.ndimage import affine_transform
 from medseg.errors import SeveralSeriesError, UserError
 from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
+from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import orient, orientation_of
 from medseg.preprocess.resample import EDGE_TOLERANCE, resample_image
@@ -64,9 +66,8 @@ def resample_to(
     filtered = resample_image(image, source, filtered_grid, outside).numpy()
     matrix, offset = _index_map(oriented_target, filtered_grid)
     # `nearest` repeats the outermost voxels; those outside the field of view are filled afterwards.
-    resampled = affine_transform(
-        filtered, matrix, offset, oriented_target.shape, order=1, mode="nearest"
-    )
+    resampled = new_array(oriented_target.shape, np.float32)
+    affine_transform(filtered, matrix, offset, output=resampled, order=1, mode="nearest")
     _fill_outside(resampled, oriented_target, source, outside)
     return target_orientation.from_lps(resampled)
 
@@ -135,16 +136,20 @@ def place_channel(
     """
     # NaN marks the voxels outside; the image itself holds no NaN.
     image = resample_to(image, source, target, outside=math.nan)
-    is_outside = np.isnan(image)
-    outside_share = float(is_outside.mean())
-    if is_outside.all():
+    num_outside = 0
+    # Plane by plane, since a mask of the whole volume would take much memory.
+    for plane in image:
+        is_outside = np.isnan(plane)
+        # Only a resampled copy has voxels outside: the caller's own array is not overwritten here.
+        if is_outside.any():
+            plane[is_outside] = fill
+            num_outside += int(np.count_nonzero(is_outside))
+    if num_outside == image.size:
         raise UserError(
             f"{message_start}expected {name} to show the same patient region as {first_name}, but "
             "the two do not overlap; check both."
         )
-    # Only a resampled copy has voxels outside: the caller's own array is not overwritten here.
-    if outside_share > 0.0:
-        image[is_outside] = fill
+    outside_share = num_outside / image.size
     if outside_share <= MAX_UNCOVERED_SHARE:
         return image, []
     warning = f"{outside_share:.0%} of the scan is outside {name} and counts as {fill:g} there"
@@ -152,6 +157,24 @@ def place_channel(
 
 
 def read_channels(
+    paths: Sequence[Path | None], outside: Sequence[float], **options: Any
+) -> tuple[np.ndarray, Volume]:
+    """Read the channels of a case as one array.
+
+    Arguments and errors are those of `read_channel_images`.
+
+    Returns:
+        Channels (C, D, H, W) in the storage order of the first, and the first channel as
+        `read_channel_images` returns it. A single channel keeps its type; several channels are
+        float32.
+    """
+    images, first_volume = read_channel_images(paths, outside, **options)
+    if len(images) == 1:
+        return images[0][None], first_volume
+    return np.stack(images).astype(np.float32, copy=False), first_volume
+
+
+def read_channel_images(
     paths: Sequence[Path | None],
     outside: Sequence[float],
     *,
@@ -159,8 +182,10 @@ def read_channels(
     files: Sequence[Path] = (),
     scales: Sequence[HuScale] = (),
     modalities: Sequence[str] = (),
-) -> tuple[np.ndarray, Volume]:
+) -> tuple[list[np.ndarray], Volume]:
     """Read the channels of a case on the grid of the first.
+
+    Arrays above the limit of `medseg.io.scratch.scratch_above` are temporary files.
 
     Args:
         paths: `image`, `image_1`, `image_2`, …; None for a channel that the case lacks. A path that
@@ -174,9 +199,9 @@ def read_channels(
             modality is refused. If the list is shorter, the other channels are `ct`.
 
     Returns:
-        Channels (C, D, H, W) in the storage order of the first channel, and the first channel as a
-        volume with the findings about all channels. A single channel keeps its type; several
-        channels are float32.
+        Image (D, H, W) of each channel in the storage order of the first, and the first channel as
+        a volume with the findings about all channels. The first image is the array of this volume
+        and keeps its type; the others are float32.
 
     Raises:
         UserError: If a channel is missing, cannot be read, or does not overlap the first channel.
@@ -201,8 +226,8 @@ def read_channels(
     )
     first_volume = replace(first_volume, array=scales[0].apply(first_volume.array))
     if len(paths) == 1:
-        return first_volume.array[None], first_volume
-    channels = [first_volume.array]
+        return [first_volume.array], first_volume
+    images = [first_volume.array]
     findings = [finding.within(names[0]) for finding in first_volume.findings]
     for number in range(1, len(paths)):
         name = names[number]
@@ -232,11 +257,20 @@ def read_channels(
             message_start=f"{path}: ",
             first_name=str(paths[0]),
         )
-        channels.append(image)
+        images.append(_as_float32(image))
         findings += coverage_warnings
         findings += [finding.within(name) for finding in volume.findings]
     first_volume = replace(first_volume, findings=tuple(findings))
-    return np.stack(channels).astype(np.float32, copy=False), first_volume
+    return images, first_volume
+
+
+def _as_float32(image: np.ndarray) -> np.ndarray:
+    """Convert an image to float32; one of this type is returned itself."""
+    if image.dtype == np.float32:
+        return image
+    converted = new_array(image.shape, np.float32)
+    np.copyto(converted, image)
+    return converted
 
 
 def _checked_paths(names: Sequence[str], paths: Sequence[Path | None]) -> list[Path]:

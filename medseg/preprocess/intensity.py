@@ -16,6 +16,7 @@ background. If no voxel is foreground, the whole image counts.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -74,19 +75,27 @@ def window(window_hu: tuple[float, float]) -> Intensity:
     return Intensity(low_hu, high_hu, 2.0 / (high_hu - low_hu), AIR)
 
 
-def foreground(image: np.ndarray, modality: str) -> np.ndarray:
+def foreground(image: np.ndarray, modality: str) -> Iterator[np.ndarray]:
     """Select the values of the body for `ct`, else the nonzero values; all if there are none.
 
+    Plane by plane, since a copy of all values would take as much memory as the image.
+
     Args:
-        image: Image of any shape.
+        image: Image (D, …).
         modality: Modality of the channel; `ct` in HU.
 
-    Returns:
-        Flat array of the values in their order.
+    Yields:
+        Flat array of the values of each plane in their order; may be empty.
     """
-    is_foreground = image > BODY_HU if modality == "ct" else image != 0
-    values = image[is_foreground]
-    return values if values.size else image.ravel()
+
+    def is_foreground(plane: np.ndarray) -> np.ndarray:
+        return np.asarray(plane > BODY_HU if modality == "ct" else plane != 0)
+
+    if any(is_foreground(plane).any() for plane in image):
+        for plane in image:
+            yield plane[is_foreground(plane)]
+    else:
+        yield from map(np.ravel, image)
 
 
 def zscore(image: np.ndarray, modality: str) -> Intensity:
@@ -98,9 +107,16 @@ def zscore(image: np.ndarray, modality: str) -> Intensity:
         image: Whole image (D, H, W) of the case.
         modality: As for `foreground`.
     """
-    values = foreground(image, modality)
-    mean = float(np.mean(values, dtype=np.float64))
-    std = float(np.std(values, dtype=np.float64))
+    num_values = 0
+    total = 0.0
+    for values in foreground(image, modality):
+        num_values += values.size
+        total += float(np.sum(values, dtype=np.float64))
+    mean = total / num_values
+    squares = 0.0  # sum of the squared differences from the mean
+    for values in foreground(image, modality):
+        squares += float(np.square(np.subtract(values, mean, dtype=np.float64)).sum())
+    std = math.sqrt(squares / num_values)
     # The range of the whole image, so nothing is clipped.
     low, high = float(image.min()), float(image.max())
     factor = 1.0 / std if std > 0 else 0.0
@@ -116,9 +132,18 @@ def percentile(image: np.ndarray, modality: str) -> Intensity:
         image: As for `zscore`.
         modality: As for `foreground`.
     """
-    values = foreground(image, modality)
-    step = math.ceil(values.size / MAX_VALUES)
-    low, high = map(float, np.percentile(values[::step], PERCENTILES))
+    num_values = sum(values.size for values in foreground(image, modality))
+    step = math.ceil(num_values / MAX_VALUES)
+    chosen = np.empty(math.ceil(num_values / step), image.dtype)
+    num_chosen = 0
+    num_before = 0  # values of the planes before
+    for values in foreground(image, modality):
+        # Of all values together, those whose index is a multiple of `step`.
+        chosen_here = values[-num_before % step :: step]
+        chosen[num_chosen : num_chosen + chosen_here.size] = chosen_here
+        num_chosen += chosen_here.size
+        num_before += values.size
+    low, high = map(float, np.percentile(chosen, PERCENTILES, overwrite_input=True))
     factor = 2.0 / (high - low) if high > low else 0.0
     return Intensity(low, high, factor, AIR)
 

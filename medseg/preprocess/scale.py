@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from medseg.io.scratch import new_array
+
 
 @dataclass(frozen=True)
 class HuScale:
@@ -38,7 +40,7 @@ class HuScale:
         limits = np.iinfo(np.int16)
         fits = limits.min <= lowest_hu and highest_hu <= limits.max
         dtype = np.int16 if is_whole and fits else np.float32
-        image_hu = np.empty(values.shape, dtype)
+        image_hu = new_array(values.shape, dtype)
         # Plane by plane, because a float32 copy of an int16 scan takes twice the scan's memory.
         # Results that are stored as int16 are exact: float32 holds whole numbers below 2^24
         # exactly.

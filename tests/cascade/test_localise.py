@@ -50,6 +50,14 @@ def test_a_region_of_five_millilitres_is_found_and_a_smaller_one_is_absent(
     assert found.labels.any() == is_found
 
 
+@pytest.mark.parametrize(("modality", "is_told"), [("ct", True), ("mr", False)])
+def test_only_a_ct_without_a_region_is_asked_for_its_scale(modality: str, is_told: bool) -> None:
+    task = replace(TASK, channels=(Channel(modality),))
+    found = locate_regions(np.zeros(COARSE.shape, np.uint8), COARSE, task)
+    assert found.warnings[-1].startswith("no region found at all")
+    assert ("HU" in found.warnings[-1]) == is_told
+
+
 def test_probabilities_and_values_lie_where_the_labels_of_the_scan_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,7 @@ from oracle import AS_ORIENTED, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dic
 from torch import Tensor, nn
 
 from medseg.cascade.cascade import Cascade
+from medseg.cascade.join import paste_percent
 from medseg.cascade.stage import flips
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
@@ -54,6 +55,24 @@ def test_one_stage_segments_all_labels_on_the_grid_of_the_scan(
     assert set(result.durations_s) == {"segment", "join"}
     assert result.tiling_plans == {"segment": "whole" if tile_size is None else "tiles of 24×32×40"}
     assert result.warnings == []
+
+
+@pytest.mark.parametrize("depth", [61, 62, 63, 64, 65])
+@pytest.mark.parametrize("slice_mm", [0.4, 0.7])
+def test_thin_slices_at_the_ends_of_a_cut_organ_keep_their_labels(
+    slice_mm: float, depth: int
+) -> None:
+    """The lattice of the stage has whole voxels, and may end before the scan does."""
+    grid = VoxelGrid((depth, 20, 20), (slice_mm, 4.0, 4.0))
+    image_hu = np.full(grid.shape, -1000, np.int16)
+    image_hu[:, 5:15, 5:15] = 0
+    result = Cascade(
+        stage(FineOracle(), "single", replace(WHOLE, labels={"organ": 1}), spacing_mm=(3.0,) * 3),
+        options=InferenceOptions(tta=True),
+    ).segment(Volume(image_hu, grid), keep_probabilities=True)
+    assert result.labels[:, 10, 10].tolist() == [1] * depth
+    percent = paste_percent(result.probabilities["organ"], grid)
+    assert percent[:, 10, 10].min() > 99
 
 
 def test_labels_have_their_values_in_whatever_order_a_file_of_weights_names_them() -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from oracle import GRID, CoarseOracle, FineOracle, stage
 
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.write import write_image
 from medseg.prediction import batch, memory_limit
 from medseg.prediction import forecast as forecast_module
+from medseg.prediction.case import read_scan
 from medseg.prediction.forecast import (
     FIRST_SCAN_BYTES,
     Forecast,
@@ -27,6 +30,8 @@ from medseg.prediction.forecast import (
     rate_of,
 )
 from medseg.prediction.memory_limit import share_memory
+from medseg.preprocess.scale import AS_STORED
+from medseg.task import Channel
 
 MIB = 2**20
 CHEST = VoxelGrid((300, 512, 512), (1.0, 0.8, 0.8))
@@ -91,6 +96,18 @@ def test_arrays_in_files_do_not_count(cascade: Cascade) -> None:
         forecast(cascade, CHEST, 300 * MIB, array_bytes=0.0).memory["read"]
         == 300 * MIB + FIRST_SCAN_BYTES
     )
+
+
+def test_further_channels_count_as_the_reader_holds_them(cascade: Cascade, tmp_path: Path) -> None:
+    """The first one in int16; each further one in float32, even on the same grid."""
+    task = replace(cascade.coarse.task, regions=(), channels=(Channel("mr", None, "zscore"),) * 3)
+    paths = [tmp_path / f"{number}.nrrd" for number in range(3)]
+    for path in paths:
+        write_image(path, np.ones(GRID.shape, np.int16), GRID)
+    volume, more_channels = read_scan(paths, task, None, AS_STORED)
+    held_bytes = sum(array.nbytes for array in (volume.array, *more_channels))
+    expected = forecast(Cascade(replace(cascade.coarse, task=task)), GRID, 0)
+    assert expected.memory["read"] == FIRST_SCAN_BYTES + held_bytes
 
 
 @pytest.mark.parametrize("num_slices", [1, 300, 3000])

@@ -370,6 +370,32 @@ def test_two_cases_do_not_share_a_result_file(tmp_path: Path, scans: Path) -> No
         predict(scans, tmp_path / "out", "save=[labels,masks]")
 
 
+@pytest.mark.parametrize(
+    ("case", "output"),
+    [
+        ("x" * 250, "out"),  # a file <case>.nii.gz has a longer name than the scan <case>.nii
+        ("x", f"{'y' * 251}.nii"),  # so has the report, <case>.json
+        ("x", f"{'y' * 260}.nii.gz"),
+        ("x", "y" * 260),
+    ],
+)
+def test_a_name_that_is_too_long_is_one_sentence(case: str, output: str, tmp_path: Path) -> None:
+    volume, _ = scan()
+    path = tmp_path / f"{case}.nii"
+    write_image(path, volume.array, volume.grid)
+    with pytest.raises(UserError, match="the name is too long for a file; rename"):
+        predict(path, tmp_path / output)
+
+
+def test_a_map_of_disagreement_is_no_segmentation_of_slicer(scans: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out" / "lungs.seg.nrrd"
+    assert predict(scans / "a.nii.gz", output, "inference.tta=true") == 0
+    (disagreement,) = (tmp_path / "out" / "uncertainty").iterdir()
+    assert disagreement.name == "lungs.nrrd"
+    assert b"Segmentation" not in disagreement.read_bytes()
+    assert b"Segmentation" in output.read_bytes()
+
+
 def test_steps_are_announced_in_their_order(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,15 @@ from medseg.errors import UserError
 from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_grid
+from medseg.io.scratch import scratch_above
 from medseg.io.volume import Volume
 from medseg.io.write import write_image, write_labels
-from medseg.preprocess.channels import place_channel, read_channels, resample_to
+from medseg.preprocess.channels import (
+    place_channel,
+    read_channel_images,
+    read_channels,
+    resample_to,
+)
 from medseg.preprocess.orient import Orientation
 from medseg.preprocess.scale import HuScale
 from tests.io.io_volumes import finding_texts
@@ -97,6 +104,25 @@ def test_a_channel_on_the_same_grid_is_not_touched(tmp_path: Path) -> None:
     assert both.dtype == np.float32
     assert np.array_equal(both[0], 2.0 * image - 5.0)
     assert np.array_equal(both[1], ramp(GRID))
+
+
+def test_no_channel_above_the_limit_stays_in_memory(tmp_path: Path) -> None:
+    """Neither one that is scaled, nor one on the same grid, nor a resampled one."""
+    grid = VoxelGrid((40, 60, 60), (3.0, 1.5, 1.25), (-12.0, 4.0, 9.0))
+    paths = [tmp_path / f"{name}.nrrd" for name in ("scaled", "same", "finer", "oblique")]
+    for path in paths:
+        channel_grid = OTHERS.get(path.stem, grid)
+        write_image(path, np.ones(channel_grid.shape, np.int16), channel_grid)
+    options: dict[str, Any] = {"outside": [0.0] * 4, "scales": [HuScale(offset=-24.0)]}
+    expected, _ = read_channel_images(paths, **options)
+    assert [image.dtype for image in expected] == [np.int16] + [np.float32] * 3
+    with scratch_above(0):
+        tracemalloc.start()
+        images, _ = read_channel_images(paths, **options)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert held_bytes < images[0].size
+    assert all(map(np.array_equal, images, expected))
 
 
 def test_what_a_channel_does_not_show(tmp_path: Path) -> None:

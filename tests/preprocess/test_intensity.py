@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -89,7 +91,7 @@ def test_many_voxels_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_image_of_one_value_stays_finite(compute, value: int, modality: str) -> None:
     image = np.full((2, 3, 4), value, np.int16)
     assert np.isfinite(normalise(image, compute(image, modality))).all()
-    assert foreground(image, modality).size == image.size
+    assert sum(values.size for values in foreground(image, modality)) == image.size
 
 
 def test_maps_are_plain_numbers_and_the_window_is_one_of_them() -> None:
@@ -110,9 +112,10 @@ def test_maps_are_plain_numbers_and_the_window_is_one_of_them() -> None:
 
 def test_the_foreground_of_a_ct_begins_half_way_between_air_and_soft_tissue() -> None:
     image = np.array([[-1024, -501, -500], [0, 40, 3000]], np.int16)
-    assert foreground(image, "ct").tolist() == [-500, 0, 40, 3000]
-    assert foreground(np.array([0.0, -3.0, 0.5, 7.0]), "mr").tolist() == [-3.0, 0.5, 7.0]
-    assert foreground(np.array([0.0, -3.0, 0.5, 7.0]), "other").tolist() == [-3.0, 0.5, 7.0]
+    assert [values.tolist() for values in foreground(image, "ct")] == [[-500], [0, 40, 3000]]
+    image = np.array([[0.0, -3.0], [0.5, 7.0], [0.0, 0.0]])
+    for modality in ("mr", "other"):
+        assert [values.tolist() for values in foreground(image, modality)] == [[-3], [0.5, 7], []]
 
 
 def test_zscore_clips_nothing_and_percentiles_clip_at_both_ends() -> None:
@@ -130,6 +133,28 @@ def test_percentiles_use_every_second_value_where_twice_as_many_are_too_many(
     assert percentile(image, "mr").high > 1000
     monkeypatch.setattr("medseg.preprocess.intensity.MAX_VALUES", 999)
     assert percentile(image, "mr").high < 3
+
+
+@pytest.mark.parametrize("compute", [zscore, percentile])
+@pytest.mark.parametrize("dtype", [np.int16, np.float32])
+def test_no_copy_of_the_image_is_made(
+    compute, dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medseg.preprocess.intensity.MAX_VALUES", 1000)
+    image = np.arange(100 * 100 * 100).reshape(100, 100, 100).astype(dtype)
+    tracemalloc.start()
+    compute(image, "mr")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < image.size
+
+
+def test_planes_are_thinned_out_as_one_list_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medseg.preprocess.intensity.MAX_VALUES", 300)
+    image = np.random.default_rng(0).integers(0, 3, (9, 10, 11)) * np.arange(990).reshape(9, 10, 11)
+    values = image[image != 0]
+    expected = np.percentile(values[:: -(-values.size // 300)], (0.5, 99.5))
+    assert percentile(image, "mr")[:2] == tuple(expected)
 
 
 def test_the_kind_of_a_channel_chooses_its_map() -> None:
