@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Metrics of MONAI that are distances: 0 is best, and infinity worst.
+DISTANCES = ("HausdorffDistanceMetric", "SurfaceDistanceMetric")
+
 
 class CaseMetric:
     """Score of one case by an object of MONAI or torchmetrics.
 
     A metric of MONAI gets one-hot maps (1, K, D, H, W), and the voxel spacing where it takes one; a
     metric of torchmetrics gets label maps (1, D, H, W). The score is the mean over the classes that
-    have one; a class that neither map contains may be NaN. A distance of a class that only one map
-    contains is infinite.
+    have one; a class that neither map contains may be NaN. One of MONAI's `DISTANCES` is infinite
+    for a class that only one map contains.
 
     Args:
         metric: Object with `reset`; a call returns the score of a batch.
@@ -30,6 +33,7 @@ class CaseMetric:
         self.is_monai = any(base.__module__.startswith("monai.") for base in bases)
         has_name = any(base.__name__ == "MeanIoU" for base in bases)
         self.is_mean_iou = has_name and not self.is_monai
+        self.is_distance = self.is_monai and any(base.__name__ in DISTANCES for base in bases)
         self.takes_spacing = False
         # MONAI's method that scores a batch. In metrics of distances it has `**kwargs`, which may
         # contain the spacing; the few others that have it ignore the spacing.
@@ -78,7 +82,7 @@ class CaseMetric:
             options["spacing"] = list(spacing_mm)
         scores = self.metric(pred, target, **options)
         if scores.ndim <= 2:  # (1, K), or without the background
-            return _with_infinities(scores, pred, target) if self.takes_spacing else scores
+            return _with_infinities(scores, pred, target) if self.is_distance else scores
         # Some metrics, such as `ConfusionMatrixMetric`, return counts (1, K, 4), from which only
         # `aggregate` computes a list of scores. By default it first adds up the counts of all
         # classes, so that large classes would hide small ones.

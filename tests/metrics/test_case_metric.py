@@ -133,6 +133,28 @@ def test_the_distance_of_a_class_that_one_map_lacks_is_infinite(
     assert distance(missed, missed, SPACING_MM) == 0.0, "a class that both lack has no distance"
 
 
+class OwnRecall(monai.metrics.CumulativeIterationMetric):
+    """Recall of each class, with the arguments of a distance; NaN where the reference lacks it."""
+
+    def _compute_tensor(
+        self, y_pred: torch.Tensor, y: torch.Tensor | None = None, **_: Any
+    ) -> torch.Tensor:
+        assert y is not None
+        return (y_pred * y).flatten(2).sum(2) / y.flatten(2).sum(2)
+
+    def aggregate(self, *_: Any, **__: Any) -> Any:
+        return self.get_buffer()
+
+
+def test_a_score_that_is_no_distance_does_not_become_infinite() -> None:
+    """Its classes without a score do not count."""
+    _, target = maps()
+    lacking = target * (target != 2)
+    recall = CaseMetric(OwnRecall(), 3)
+    background_recall = float((target == 0).sum() / (lacking == 0).sum())
+    assert recall(target, lacking, SPACING_MM) == pytest.approx((background_recall + 1) / 2)
+
+
 def test_torchmetrics_learns_the_number_of_classes() -> None:
     assert default_arguments(object, ["num_classes", "input_format"], [], 4) == {
         "num_classes": 4,
