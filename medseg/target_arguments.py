@@ -156,11 +156,12 @@ def expected_kind(signature: inspect.Signature, name: str, value: Any) -> str:
     # A whole float, such as YAML's `1e3`, also fits int; `convert` turns it into one.
     if value is None or _fits(value, hint) or _fits(_whole_to_int(value), hint):
         return ""
-    # A dictionary transform of MONAI takes one value, or a list with one for each of its keys;
-    # some annotate the single value alone.
-    has_keys = "keys" in signature.parameters
-    if has_keys and isinstance(value, list) and all(_fits(item, hint) for item in value):
-        return ""
+    # A dictionary transform of MONAI takes one text, such as `mode`, or a list with one for each of
+    # its keys; some annotate the single text alone. A number, such as `prob`, is for all keys.
+    if "keys" in signature.parameters and isinstance(value, list):
+        are_texts = all(isinstance(item, str) and _fits(item, hint) for item in value)
+        if value and are_texts:
+            return ""
     return _describe(hint)
 
 

@@ -142,6 +142,10 @@ def test_a_transform_takes_a_mode_for_each_key_although_it_annotates_one(mode: s
             "mode: RandGridDistortiond needs a text, but got [1, 2]",
         ),
         (
+            "{_target_: monai.transforms.RandFlipd, prob: [0.1, 0.2], spatial_axis: 0}",
+            "prob: RandFlipd needs a number, but got [0.1, 0.2]",
+        ),
+        (
             "{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axis: 2}",
             "mirrors left and right",
         ),
