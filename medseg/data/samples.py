@@ -571,6 +571,9 @@ def _boundary_voxels(
     """
     _, y_slice, x_slice = box.slices()
     is_organ = is_organ_value[labels[y_slice, x_slice]]
+    # Most of the slices that are searched for scattered lesions are empty.
+    if not is_organ.any():
+        return np.empty((0, 2), dtype=np.intp)
     # Whether a voxel makes no boundary for its neighbours; in the box with a margin of one voxel.
     is_organ_or_ignored = np.pad(is_organ, 1)
     if ignore_label is not None:
