@@ -212,7 +212,7 @@ class Samples(Dataset[Sample]):
                 self.items.append((case, region_index))
                 item_weights.append(weight)
         if cases and not self.items:
-            raise UserError(describe_no_items(cases, task, train_trust))
+            raise UserError(describe_no_items(cases, task, stage, train_trust))
         if weights is None:
             # A list of equal weights would give another order: `draw_from_pass` then draws other
             # random numbers.
@@ -664,10 +664,15 @@ def trained_regions(
 
 
 def describe_no_items(
-    cases: Sequence[CachedCase], task: Task, train_trust: Collection[str] | None
+    cases: Sequence[CachedCase],
+    task: Task,
+    stage: StageOptions,
+    train_trust: Collection[str] | None,
 ) -> str:
     """Say why some cases, at least one, have no items to train on."""
-    if train_trust is not None:
+    # Without any region, each trust would be refused.
+    has_regions = any(trained_regions(case, task, stage, None) for case in cases)
+    if train_trust is not None and has_regions:
         return (
             f"data.train_trust={' or '.join(train_trust)}: of {len(cases)} training case(s), such "
             f"as {cases[0].name}, none has a region with this trust; enter it in the columns "

@@ -184,11 +184,12 @@ class CasesDataModule(pl.LightningDataModule):
         Raises:
             UserError: If it has training cases, but no items: its share could not be drawn.
         """
+        stage = self.config.stage
         num_items = 0
         for case in train_cases:
-            num_items += len(trained_regions(case, self.task, self.config.stage, self.train_trust))
+            num_items += len(trained_regions(case, self.task, stage, self.train_trust))
         if train_cases and not num_items:
-            raise UserError(describe_no_items(train_cases, self.task, self.train_trust))
+            raise UserError(describe_no_items(train_cases, self.task, stage, self.train_trust))
         return source.share / max(1, num_items)
 
     def _scan_spacings(self) -> ScanSpacings | None:

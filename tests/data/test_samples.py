@@ -662,6 +662,9 @@ def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], tas
         match=r"data\.train_trust=sure or certain: of 3 training case\(s\), such as case_0",
     ):
         fine(cases, task, train_trust=["sure", "certain"])
+    without_regions = [replace(case, region_boxes={}) for case in cases]
+    with pytest.raises(UserError, match=r"of 3 case\(s\), such as case_0, none has a voxel of"):
+        fine(without_regions, task, train_trust=["reference"])
 
 
 def test_samples_are_made_on_one_thread_whatever_the_process_has() -> None:
