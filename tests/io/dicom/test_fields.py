@@ -105,7 +105,7 @@ def test_fixed_fields_of_a_segmentation(written: tuple[Dataset, Dataset, list[Da
     (kind,) = coded.SegmentedPropertyTypeCodeSequence
     assert kind.SegmentedPropertyTypeModifierCodeSequence[0].CodeMeaning == "Right"
     (kind,) = private.SegmentedPropertyTypeCodeSequence
-    assert (kind.CodeValue, kind.CodeMeaning) == (STORED_NAME[:16], STORED_NAME)
+    assert (kind.LongCodeValue, kind.CodeMeaning) == (STORED_NAME, STORED_NAME)
     assert "SegmentedPropertyTypeModifierCodeSequence" not in kind
 
 
