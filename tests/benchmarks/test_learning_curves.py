@@ -17,6 +17,7 @@ import pytest
 from benchmarks import learning_curves as app
 from benchmarks import learning_curves_runs as runs
 from benchmarks.learning_curves_data import DATASET, write_data
+from medseg.config.imported import SOURCE_VARIABLE
 from medseg.data.case_table import read_case_table
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
@@ -78,6 +79,12 @@ def write_table(folder: Path) -> Path:
         encoding="utf-8",
     )
     return folder / "cases.csv"
+
+
+@pytest.fixture(autouse=True)
+def own_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`write_data` notes the source of its task in the environment; later tests must not see it."""
+    monkeypatch.setenv(SOURCE_VARIABLE, "")
 
 
 def test_both_programs_get_the_same_files_and_split(tmp_path: Path) -> None:
